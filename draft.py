@@ -1,0 +1,248 @@
+"""The drafter: DFlash (arXiv 2602.06036), a block-diffusion model fed with the target's hidden states.
+
+`graft` turns the target's taps into K/V of every draft layer, once, when tokens are committed. `propose` runs one block
+[root, mask, mask, …] over that grafted context and returns a distribution for every drafted depth at once. `blocks` is
+the body of both `propose` (one block per sequence) and training (many blocks per sequence).
+
+Shapes: B sequences, M blocks per sequence (1 when proposing), b block slots, D drafted depths, S context slots, L draft layers,
+G kv heads, g query heads per kv head, d head dim, h hidden size, n taps, V vocabulary.
+"""
+import math
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from model import FFN, RMSNorm, Rope, at_least_fp32, cos_sin, upcast
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    eps: float
+    rope: Rope
+    block: int             # slots of a block, the root included
+    slots: str             # "masked": slot j >= 1 predicts position length + j; "next": slot j >= 0 predicts length + j + 1
+    taps: tuple            # target layers whose OUTPUTS are grafted, 0-based
+    mask_id: int
+    num_target_layers: Optional[int]
+    windows: tuple         # per layer: keys with q - k < window are seen; 0 = all
+    causal: tuple          # per layer: causal inside the block
+    max_positions: int
+
+    @classmethod
+    def from_dict(cls, d: dict) -> "DraftConfig":
+        """config.json as a dict -> DraftConfig. ValueError names what is missing, guessed nowhere."""
+        own = d.get("dflash_config") or {}
+        def key(name, default=None):
+            value = own.get(name, d.get(name, default))
+            if value is None:
+                raise ValueError(f"the key {name!r} is missing (looked at the top level and in dflash_config)")
+            return value
+        try:
+            layers = d["num_hidden_layers"]
+            kinds = d.get("layer_types") or ["full_attention"] * layers
+            unknown = set(kinds) - {"full_attention", "sliding_attention"}
+            if unknown or len(kinds) != layers:
+                raise ValueError(f"layer_types must hold {layers} times full_attention or sliding_attention, got {kinds}")
+            sliding = tuple(k == "sliding_attention" for k in kinds)
+            if any(sliding) and not d.get("sliding_window"):
+                raise ValueError("layer_types has sliding_attention but sliding_window is missing")
+            taps, heads = tuple(key("target_layer_ids")), d["num_attention_heads"]
+            if not taps or len(set(taps)) < len(taps) or min(taps) < 0:
+                raise ValueError(f"target_layer_ids must be distinct layers >= 0, got {list(taps)}")
+            architecture = (d.get("architectures") or [""])[0]
+            follows = architecture == "Qwen3DSparkModel" or key("shift_label", False)
+            head_dim = d.get("head_dim") or d["hidden_size"] // heads
+            config = cls(d["vocab_size"], d["hidden_size"], layers, heads, d.get("num_key_value_heads", heads), head_dim, d["intermediate_size"],
+                         d["rms_norm_eps"], Rope.from_dict(d, head_dim), key("block_size"), "next" if follows else "masked", taps,
+                         key("mask_token_id"), d.get("num_target_layers"), tuple(d["sliding_window"] if s else 0 for s in sliding),
+                         tuple(s and d.get("is_causal") is not False for s in sliding), d.get("max_position_embeddings", 1 << 30))
+        except KeyError as e:
+            raise ValueError(f"the key {e.args[0]!r} is missing") from None
+        except TypeError as e:
+            raise ValueError(f"a value has the wrong type ({e})") from None
+        if config.block < 2:
+            raise ValueError(f"block_size must be at least 2, got {config.block}")
+        return config
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = upcast(x).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention with normed queries and keys, over grafted context and the block itself, in two halves
+    before one softmax. K and V weights of all layers live in the Drafter, so that a graft is one product."""
+
+    def __init__(self, c: DraftConfig):
+        super().__init__()
+        self.c = c
+        self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, c.eps)
+        self.k_norm = RMSNorm(c.head_dim, c.eps)
+
+    def forward(self, x: Tensor, kv_weight: Tensor, k: Tensor, v: Tensor, rope: tuple, bias: Tensor) -> Tensor:
+        """x (B, M, b, h); kv_weight (2, G*d, h); k, v (B, S, G, d); bias (B, 1, M, b, 1, S+b) -> (B, M, b, h)."""
+        c, (B, M, b, _) = self.c, x.shape
+        G, g, S = c.num_kv_heads, c.num_heads // c.num_kv_heads, k.shape[1]
+        own_k, own_v = (x @ kv_weight.flatten(0, 1).T).unflatten(-1, (2, G, c.head_dim)).unbind(3)       # (B, M, b, G, d)
+        own_k = rotate_halves(self.k_norm(own_k), *rope).permute(0, 3, 1, 2, 4)                          # (B, G, M, b, d)
+        own_v = own_v.permute(0, 3, 1, 2, 4)
+        q = rotate_halves(self.q_norm(self.q_proj(x).unflatten(-1, (-1, c.head_dim))), *rope)            # (B, M, b, G*g, d)
+        q = q.unflatten(3, (G, g)).permute(0, 3, 1, 2, 4, 5)                                             # (B, G, M, b, g, d)
+        to_context = (q.flatten(2, 4) @ k.permute(0, 2, 3, 1)).unflatten(2, (M, b, g))                   # (B, G, M, b, g, S)
+        to_block = (q.flatten(3, 4) @ own_k.mT).unflatten(3, (b, g))                                     # (B, G, M, b, g, b)
+        scores = upcast(torch.cat((to_context, to_block), -1))
+        p = torch.add(bias, scores, alpha=c.head_dim ** -0.5).softmax(-1).to(x.dtype)
+        out = (p[..., :S].flatten(2, 4) @ v.transpose(1, 2)).unflatten(2, (M, b, g))                     # (B, G, M, b, g, d)
+        out = out + (p[..., S:].flatten(3, 4) @ own_v).unflatten(3, (b, g))
+        return self.o_proj(out.permute(0, 2, 3, 1, 4, 5).flatten(3))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, c: DraftConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.eps)
+        self.self_attn = DraftAttention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.eps)
+        self.mlp = FFN(c.hidden_size, c.ffn)
+
+    def forward(self, x: Tensor, *attention) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), *attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Drafter(nn.Module):
+    """`share` it with its target (embedding and head) before use, unless its file brings its own."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = c = config
+        self.fc = nn.Linear(len(c.taps) * c.hidden_size, c.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.eps)
+        self.kv_proj = nn.Parameter(torch.empty(c.num_layers, 2, c.num_kv_heads * c.head_dim, c.hidden_size))  # k, then v
+        self.layers = nn.ModuleList(DraftLayer(c) for _ in range(c.num_layers))
+        self.norm = RMSNorm(c.hidden_size, c.eps)
+        self.block = c.block  # may be lowered below what was trained, never raised
+        self.register_buffer("frequencies", torch.empty(c.head_dim // 2), persistent=False)
+        self.register_buffer("k_cache", torch.empty(0), persistent=False)
+        self.register_buffer("v_cache", torch.empty(0), persistent=False)
+        self.reset_frequencies()
+
+    def share(self, target: nn.Module) -> None:
+        """Uses the target's embedding and head, by reference."""
+        self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
+
+    def own_params(self) -> dict:
+        """Name -> parameter, without what is shared with the target."""
+        return {n: p for n, p in self.named_parameters() if not n.startswith(("embed_tokens.", "lm_head."))}
+
+    def reset_frequencies(self) -> None:
+        self.frequencies = self.config.rope.frequencies().to(self.norm.weight.device, at_least_fp32(self.norm.weight.dtype))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        for p in self.own_params().values():
+            if p.dim() > 1:
+                nn.init.normal_(p.data, std=0.02, generator=generator)
+            else:
+                nn.init.ones_(p.data)
+
+    @property
+    def depths(self) -> int:
+        """D: how many positions one block drafts."""
+        return self.block - 1 if self.config.slots == "masked" else self.block
+
+    def setup_cache(self, batch: int, slots: int) -> None:
+        """K/V for `batch` sequences of `slots` tokens, and one slot more that takes what is not committed."""
+        c, w = self.config, self.norm.weight
+        shape = (c.num_layers, batch, slots + 1, c.num_kv_heads, c.head_dim)
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=w.dtype, device=w.device) for _ in range(2))
+
+    def rope(self, positions: Tensor) -> tuple:
+        """cos, sin that broadcast over a heads axis after the positions'."""
+        return tuple(t.unsqueeze(-2) for t in cos_sin(self.frequencies, positions, self.config.rope.amplitude))
+
+    def context(self, taps: Tensor, positions: Tensor) -> tuple:
+        """taps (B, T, n*h) of tokens at positions (B, T) -> K, V (L, B, T, G, d) of every layer, in one product.
+        They come from hidden_norm(fc(taps)) and never pass a layer's input norm."""
+        c = self.config
+        x = self.hidden_norm(self.fc(taps))
+        kv = (x @ self.kv_proj.flatten(0, 2).T).unflatten(-1, (c.num_layers, 2, c.num_kv_heads, c.head_dim))
+        k, v = kv.permute(2, 3, 0, 1, 4, 5).unbind(1)                                                    # (L, B, T, G, d)
+        k = torch.stack([layer.self_attn.k_norm(k[i]) for i, layer in enumerate(self.layers)])
+        return rotate_halves(k, *self.rope(positions)), v
+
+    def graft(self, taps: Tensor, length: Tensor, count: Optional[Tensor] = None) -> None:
+        """Writes the K/V of tokens at positions length … length+T-1 from their taps (B, T, n*h). Of row b only the
+        first count[b] are real; the rest lands in the spare slot, which nothing reads."""
+        B, T, _ = taps.shape
+        step = torch.arange(T, device=taps.device)
+        positions = length.unsqueeze(1) + step                                                           # (B, T)
+        k, v = self.context(taps, positions)
+        slot = positions if count is None else torch.where(step < count.unsqueeze(1), positions, self.k_cache.shape[2] - 1)
+        rows = torch.arange(B, device=taps.device).unsqueeze(1)
+        self.k_cache[:, rows, slot] = k
+        self.v_cache[:, rows, slot] = v
+
+    def propose(self, root: Tensor, length: Tensor, span: Optional[int] = None) -> Tensor:
+        """root (B,) at position length (B,) -> logits (B, D, V): depth d predicts position length + d + 1.
+        span: context slots to attend, at least every length (default: all)."""
+        span = self.k_cache.shape[2] - 1 if span is None else span
+        ids = torch.full((root.shape[0], 1, self.block), self.config.mask_id, device=root.device)
+        ids[:, 0, 0] = root
+        x = self.blocks(ids, length.unsqueeze(1), self.k_cache[:, :, :span], self.v_cache[:, :, :span])  # (B, 1, b, h)
+        return self.logits(x).squeeze(1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """blocks' output (B, M, b, h) -> logits (B, M, D, V) of the drafted slots."""
+        return self.lm_head(x[:, :, self.block - self.depths:])
+
+    def blocks(self, ids: Tensor, start: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """ids (B, M, b) of M blocks that start at positions start (B, M), over context K, V (L, B, S, G, d) where slot s
+        holds position s; a block sees the slots before its start. Returns the normed output (B, M, b, h)."""
+        return self.hidden(self.embed_tokens(ids), start, k, v)
+
+    def hidden(self, x: Tensor, start: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`blocks` on embeddings x (B, M, b, h)."""
+        step = torch.arange(x.shape[2], device=x.device)
+        positions = start.unsqueeze(-1) + step                                                           # (B, M, b)
+        rope, kinds = self.rope(positions), list(zip(self.config.windows, self.config.causal))
+        biases = {kind: block_bias(positions, start, k.shape[2], *kind, dtype=upcast(x).dtype) for kind in dict.fromkeys(kinds)}
+        for i, (layer, kind) in enumerate(zip(self.layers, kinds)):
+            x = layer(x, self.kv_proj[i], k[i], v[i], rope, biases[kind])
+        return self.norm(x)
+
+    def num_params(self) -> int:
+        """Own parameters; embedding and head count with the target unless the file brought them."""
+        return sum(p.numel() for p in self.own_params().values())
+
+    def weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.own_params().values())
+
+    def kv_bytes_per_token(self) -> int:
+        c = self.config
+        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * self.norm.weight.element_size()
+
+
+def block_bias(positions: Tensor, start: Tensor, S: int, window: int, causal: bool, dtype: torch.dtype) -> Tensor:
+    """(B, 1, M, b, 1, S+b) additive mask: context slots before the block's start, then the block's own slots."""
+    slot, step = torch.arange(S, device=start.device), torch.arange(positions.shape[-1], device=start.device)
+    context = (slot < start.unsqueeze(-1)).unsqueeze(2).expand(*positions.shape, S)                      # (B, M, b, S)
+    inside = torch.ones_like(positions.unsqueeze(-1), dtype=torch.bool).expand(*positions.shape, len(step))
+    if window:
+        context = context & (positions.unsqueeze(-1) - slot < window)
+        inside = inside & ((step.unsqueeze(1) - step).abs() < window)
+    if causal:
+        inside = inside & (step <= step.unsqueeze(1))
+    visible = torch.cat((context, inside), -1)[:, None, :, :, None]
+    return torch.zeros(visible.shape, dtype=dtype, device=start.device).masked_fill(~visible, -math.inf)

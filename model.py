@@ -1,0 +1,460 @@
+"""The target: a DeepSeek-V2/V3-style decoder (MLA attention, mixture of experts) that scores a tree of tokens.
+
+Everything the target computes is one call, `Transformer.forward(tree, length, span)`: score N nodes per sequence against
+that sequence's committed latents. Prefill is a chain of known tokens, plain decode is one node, verification is a draft
+tree. The forward reads the latent cache and RETURNS the new latents; it never writes. `commit` (verify.py) writes.
+
+Shapes: B sequences, N nodes, S cache slots attended (span), L layers, H heads, C latent rank (kv_lora_rank), R rope dim,
+E experts, K experts per token, I expert width, T = B*N tokens, V vocabulary, h hidden size, n taps.
+"""
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "KimiK25ForConditionalGeneration")
+
+
+class Tree(NamedTuple):
+    """N nodes per sequence; node 0 is the root, and a parent always comes before its children."""
+    tokens: Tensor     # (B, N) int64
+    parents: Tensor    # (B, N) int64, the root's is -1
+    depth: Tensor      # (B, N) int64, the root's is 0
+    ancestors: Tensor  # (B, N, N) bool: [b, i, j] is "j is i or an ancestor of i"
+    max_depth: int     # a static bound on depth; a path has max_depth + 1 nodes
+
+
+def chain(tokens: Tensor) -> Tree:
+    """The one-branch tree over tokens (B, N): node i is the child of node i - 1."""
+    B, N = tokens.shape
+    depth = torch.arange(N, device=tokens.device).expand(B, N)
+    ancestors = torch.ones(N, N, dtype=torch.bool, device=tokens.device).tril().expand(B, N, N)
+    return Tree(tokens, depth - 1, depth, ancestors, N - 1)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding parameters, yarn included (arXiv 2309.00071); factor 1 means no yarn."""
+    dim: int
+    theta: float
+    factor: float = 1.0
+    original: int = 4096          # context the unscaled model was trained for
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    attention_factor: Optional[float] = None  # overrides the amplitude of cos and sin
+
+    @classmethod
+    def from_dict(cls, d: dict, dim: int) -> "Rope":
+        """Accepts rope_theta + rope_scaling{type} and rope_parameters{rope_type, rope_theta}. ValueError on other types."""
+        p = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
+        kind = p.get("rope_type", p.get("type", "default"))
+        theta = p.get("rope_theta", d.get("rope_theta", 10000.0))
+        if kind == "default":
+            return cls(dim, theta)
+        if kind != "yarn":
+            raise ValueError(f"rope type {kind!r} is not supported; use 'default' or 'yarn'")
+        return cls(dim, theta, p["factor"], p.get("original_max_position_embeddings") or d["max_position_embeddings"],
+                   p.get("beta_fast") or 32.0, p.get("beta_slow") or 1.0, p.get("mscale") or 0.0,
+                   p.get("mscale_all_dim") or 0.0, p.get("attention_factor"))
+
+    def frequencies(self) -> Tensor:
+        """(dim/2,) fp64 inverse frequencies: low ones divided by the factor, high ones kept, a linear ramp between."""
+        extra = self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        if self.factor == 1.0:
+            return extra
+        def turns(r):  # the (fractional) index whose wavelength makes r turns over the original context
+            return self.dim * math.log(self.original / (2 * math.pi * r)) / (2 * math.log(self.theta))
+        low, high = max(math.floor(turns(self.beta_fast)), 0), min(math.ceil(turns(self.beta_slow)), self.dim - 1)
+        ramp = ((torch.arange(self.dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
+        return extra / self.factor * ramp + extra * (1 - ramp)
+
+    def _m(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def amplitude(self) -> float:
+        """The factor on cos and sin, as transformers computes it."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._m(self.mscale) / self._m(self.mscale_all_dim)
+        return self._m(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """The factor on MLA's softmax scale: m squared, m from mscale_all_dim."""
+        return self._m(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+@dataclass(frozen=True)
+class Config:
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    q_lora_rank: Optional[int]
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    dense_ffn: int
+    expert_ffn: int
+    num_experts: int
+    experts_per_token: int
+    shared_experts: int
+    n_group: int
+    topk_group: int
+    scoring: str                # "sigmoid" with a bias, or "softmax" without
+    norm_topk: bool
+    routed_scale: float
+    moe_layers: tuple           # one bool per layer
+    rope: Rope
+    max_positions: int
+    eps: float
+    eos: tuple
+    tie: bool = False
+
+    @classmethod
+    def from_dict(cls, d: dict) -> "Config":
+        """config.json as a dict -> Config. ValueError names what is missing or unsupported."""
+        architecture = (d.get("architectures") or ["(none)"])[0]
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        t = {**d, **d.get("text_config", {})}
+        try:
+            layers, dense = t["num_hidden_layers"], t.get("first_k_dense_replace", 0)
+            kinds = t.get("mlp_layer_types")
+            moe = tuple(k == "sparse" for k in kinds) if kinds else tuple(i >= dense for i in range(layers))
+            v2 = architecture == "DeepseekV2ForCausalLM"
+            scoring = t.get("scoring_func") or ("softmax" if v2 else "sigmoid")
+            if scoring not in ("sigmoid", "softmax"):
+                raise ValueError(f"scoring_func {scoring!r} is not supported; use sigmoid or softmax")
+            if t.get("moe_layer_freq", 1) != 1 or t.get("attention_bias") or t.get("hidden_act", "silu") != "silu":
+                raise ValueError("moe_layer_freq other than 1, attention_bias and activations other than silu are not supported")
+            eos = t.get("eos_token_id")
+            eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+            config = cls(architecture, t["vocab_size"], t["hidden_size"], layers, t["num_attention_heads"], t.get("q_lora_rank"),
+                         t["kv_lora_rank"], t["qk_nope_head_dim"], t["qk_rope_head_dim"], t["v_head_dim"], t["intermediate_size"],
+                         t["moe_intermediate_size"], t["n_routed_experts"], t["num_experts_per_tok"], t.get("n_shared_experts") or 0,
+                         t.get("n_group") or 1, t.get("topk_group") or 1, scoring, t.get("norm_topk_prob", not v2),
+                         t.get("routed_scaling_factor", 1.0), moe, Rope.from_dict(t, t["qk_rope_head_dim"]),
+                         t["max_position_embeddings"], t["rms_norm_eps"], eos, t.get("tie_word_embeddings", False))
+        except KeyError as e:
+            raise ValueError(f"the key {e.args[0]!r} is missing") from None
+        except TypeError as e:
+            raise ValueError(f"a value has the wrong type ({e})") from None
+        if len(moe) != layers:
+            raise ValueError(f"mlp_layer_types has {len(moe)} entries for {layers} layers")
+        return config
+
+    @property
+    def latent_dim(self) -> int:
+        return self.kv_lora_rank + self.rope_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return (self.nope_dim + self.rope_dim) ** -0.5 * self.rope.softmax_factor
+
+
+def upcast(x: Tensor) -> Tensor:
+    """At least fp32: fp64 stays fp64, so that a model in fp64 is fp64 throughout."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype in (torch.float32, torch.float64) and x.dtype == self.weight.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+
+
+def cos_sin(frequencies: Tensor, positions: Tensor, amplitude: float) -> tuple:
+    """positions (...,) -> cos, sin (..., dim/2), at least fp32."""
+    angle = positions.unsqueeze(-1).to(frequencies.dtype) * frequencies
+    return angle.cos() * amplitude, angle.sin() * amplitude
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates (x0, x1), (x2, x3), … (..., R). Results leave in half-split order, for queries and keys alike, so that
+    scores are unchanged and nothing has to be interleaved again."""
+    a, b = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention (arXiv 2405.04434). A cache row is one latent: [c (C) ; rotated rope key (R)]."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.c = c
+        head = c.nope_dim + c.rope_dim
+        if c.q_lora_rank:
+            self.q_a_proj = nn.Linear(c.hidden_size, c.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, 1e-6)  # 1e-6 in every model, whatever rms_norm_eps says
+            self.q_b_proj = nn.Linear(c.q_lora_rank, c.num_heads * head, bias=False)
+        else:
+            self.q_proj = nn.Linear(c.hidden_size, c.num_heads * head, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(c.hidden_size, c.latent_dim, bias=False)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, 1e-6)
+        self.w_uk = nn.Parameter(torch.empty(c.num_heads, c.nope_dim, c.kv_lora_rank))  # latent -> the key's nope part
+        self.w_uv = nn.Parameter(torch.empty(c.num_heads, c.v_dim, c.kv_lora_rank))     # latent -> value
+        self.o_proj = nn.Linear(c.num_heads * c.v_dim, c.hidden_size, bias=False)
+
+    def project(self, x: Tensor, rope: tuple) -> tuple:
+        """x (B, N, h) -> q_nope (B, N, H, nope), q_rope (B, N, H, R), latents (B, N, C+R)."""
+        c = self.c
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if c.q_lora_rank else self.q_proj(x)
+        q_nope, q_rope = q.unflatten(-1, (-1, c.nope_dim + c.rope_dim)).split((c.nope_dim, c.rope_dim), -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split((c.kv_lora_rank, c.rope_dim), -1)
+        rotated = rotate_pairs(torch.cat((q_rope, k_rope.unsqueeze(2)), 2), *rope)  # (B, N, H+1, R), one pass for both
+        return q_nope, rotated[:, :, :-1], torch.cat((self.kv_a_layernorm(latent), rotated[:, :, -1]), -1)
+
+    def forward(self, x: Tensor, rope: tuple, past: Tensor, bias: Tensor) -> tuple:
+        """Absorbed: queries move into the latent space, so every latent row is read once for all nodes and heads.
+        past (B, S, C+R) committed latents; bias (B, N, 1, S+N), 0 where visible and -inf elsewhere.
+        Returns the output (B, N, h) and the new latents (B, N, C+R)."""
+        C, (B, N, _) = self.c.kv_lora_rank, x.shape
+        q_nope, q_rope, new = self.project(x, rope)
+        q = torch.cat((torch.einsum("bnhd,hdc->bnhc", q_nope, self.w_uk), q_rope), -1).flatten(1, 2)  # (B, N*H, C+R)
+        scores = torch.cat((q @ past.mT, q @ new.mT), -1).unflatten(1, (N, -1))                      # (B, N, H, S+N)
+        p = torch.add(bias, upcast(scores), alpha=self.c.softmax_scale).softmax(-1).to(x.dtype).flatten(1, 2)
+        S = past.shape[1]
+        out = p[..., :S] @ past[..., :C] + p[..., S:] @ new[..., :C]                                  # (B, N*H, C)
+        out = torch.einsum("bnhc,hvc->bnhv", out.unflatten(1, (N, -1)), self.w_uv)
+        return self.o_proj(out.flatten(2)), new
+
+    def expanded(self, x: Tensor, rope: tuple) -> Tensor:
+        """The textbook form over a whole causal sequence: keys and values built per head. The oracle of the absorbed
+        form, and cheaper where N is long and nothing is cached: training."""
+        c = self.c
+        q_nope, q_rope, latents = self.project(x, rope)
+        latent, k_rope = latents.split((c.kv_lora_rank, c.rope_dim), -1)
+        k_nope = F.linear(latent, self.w_uk.flatten(0, 1)).unflatten(-1, (-1, c.nope_dim))            # (B, N, H, nope)
+        v = F.linear(latent, self.w_uv.flatten(0, 1)).unflatten(-1, (-1, c.v_dim))                    # (B, N, H, v)
+        q = torch.cat((q_nope, q_rope), -1)
+        k = torch.cat((k_nope, k_rope.unsqueeze(2).expand_as(q_rope)), -1)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=c.softmax_scale)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class FFN(nn.Module):
+    """SwiGLU: the dense layers and the shared experts."""
+
+    def __init__(self, dim: int, width: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, width, bias=False)
+        self.up_proj = nn.Linear(dim, width, bias=False)
+        self.down_proj = nn.Linear(width, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Router(nn.Module):
+    """Scores in at least fp32, from weights kept in at least fp32: a cast to bf16 ruins routing."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.c = c
+        dtype = at_least_fp32(torch.get_default_dtype())
+        self.weight = nn.Parameter(torch.empty(c.num_experts, c.hidden_size, dtype=dtype))
+        if c.scoring == "sigmoid":
+            self.e_score_correction_bias = nn.Parameter(torch.zeros(c.num_experts, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple:
+        """x (T, h) -> weights (T, K) in at least fp32, expert ids (T, K)."""
+        c = self.c
+        logits = F.linear(x.to(self.weight.dtype), self.weight)
+        if c.scoring == "sigmoid":
+            scores = logits.sigmoid()
+            choice = scores + self.e_score_correction_bias  # the bias steers the choice, never the weights
+        else:
+            choice = scores = logits.softmax(-1)
+        if c.n_group > 1:
+            groups = choice.unflatten(-1, (c.n_group, -1))                                            # (T, G, E/G)
+            best = groups.topk(2, -1).values.sum(-1) if c.scoring == "sigmoid" else groups.amax(-1)
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(c.topk_group, -1).indices, True)
+            masked = -math.inf if c.scoring == "sigmoid" else 0.0
+            choice = groups.masked_fill(~kept.unsqueeze(-1), masked).flatten(-2)
+        ids = choice.topk(c.experts_per_token, -1).indices
+        weights = scores.gather(-1, ids)
+        if c.norm_topk:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * c.routed_scale, ids
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x (T, in) sorted by expert, weight (E, out, in), ends (E,) int32 row where each expert's rows end -> (T, out)."""
+    if torch.is_autocast_enabled(x.device.type):  # autocast (training) knows the plain products, not this one
+        x, weight = (t.to(torch.get_autocast_dtype(x.device.type)) for t in (x, weight))
+    if x.dtype != torch.float64:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    bounds = [0, *ends.tolist()]  # fp64 has no grouped kernel; it runs on CPU only, where reading the bounds is free
+    return torch.cat([F.linear(x[i:j], w) for w, i, j in zip(weight, bounds, bounds[1:])])
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked: gate_up (E, 2I, h) with the gate's rows first, down (E, h, I)."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(c.num_experts, 2 * c.expert_ffn, c.hidden_size))
+        self.down = nn.Parameter(torch.empty(c.num_experts, c.hidden_size, c.expert_ffn))
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """x (T, h), weights (T, K), ids (T, K) -> (T, h)."""
+        T, K = ids.shape
+        if T == 1:  # one token: its K experts, nothing to sort
+            gate, up = (self.gate_up[ids[0]] @ x[0]).chunk(2, -1)                                     # (K, I)
+            y = (self.down[ids[0]] @ (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)                   # (K, h)
+            return (y * weights[0].to(y.dtype).unsqueeze(-1)).sum(0, keepdim=True)
+        flat, order = ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(flat, torch.arange(1, self.down.shape[0] + 1, device=x.device), out_int32=True)
+        gate, up = grouped_linear(x[order // K], self.gate_up, ends).chunk(2, -1)
+        y = grouped_linear(F.silu(gate) * up, self.down, ends)
+        # back to (T, K) order before summing: atomic adds would sum in another order every time
+        y = torch.empty_like(y).index_copy(0, order, y).unflatten(0, (T, K))
+        return torch.einsum("tkh,tk->th", y, weights.to(y.dtype))
+
+
+class MoE(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.gate = Router(c)
+        self.experts = Experts(c)
+        self.shared_experts = FFN(c.hidden_size, c.expert_ffn * c.shared_experts) if c.shared_experts else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        y = self.experts(flat, *self.gate(flat)).view_as(x)
+        return y + self.shared_experts(x) if self.shared_experts is not None else y
+
+
+class Layer(nn.Module):
+    def __init__(self, c: Config, moe: bool):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.eps)
+        self.mlp = MoE(c) if moe else FFN(c.hidden_size, c.dense_ffn)
+
+    def forward(self, x: Tensor, rope: tuple, past: Optional[Tensor] = None, bias: Optional[Tensor] = None) -> tuple:
+        """Absorbed against `past`, or expanded and causal where there is none. Returns x and the new latents."""
+        normed = self.input_layernorm(x)
+        attended, new = (self.self_attn.expanded(normed, rope), None) if past is None else self.self_attn(normed, rope, past, bias)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), new
+
+
+class Transformer(nn.Module):
+    """The target. Build it on the meta device and load weights with checkpoint.py, or call `init_weights`."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = c = config
+        self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(Layer(c, moe) for moe in c.moe_layers)
+        self.norm = RMSNorm(c.hidden_size, c.eps)
+        self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.register_buffer("frequencies", torch.empty(c.rope_dim // 2), persistent=False)
+        self.register_buffer("cache", torch.empty(0), persistent=False)
+        self.reset_frequencies()
+
+    def reset_frequencies(self) -> None:
+        """Recomputes what is derived from the config, after the module left the meta device or changed its dtype."""
+        dtype = at_least_fp32(self.norm.weight.dtype)
+        self.frequencies = self.config.rope.frequencies().to(self.norm.weight.device, dtype)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Fills every weight with small random values."""
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p.data, std=0.02, generator=generator)
+            else:
+                nn.init.constant_(p.data, float("bias" not in name))
+
+    def setup_cache(self, batch: int, slots: int) -> None:
+        """Allocates latents for `batch` sequences of `slots` tokens, and one slot more that takes what is not committed."""
+        w = self.norm.weight
+        self.cache = torch.zeros(len(self.layers), batch, slots + 1, self.config.latent_dim, dtype=w.dtype, device=w.device)
+
+    def forward(self, tree: Tree, length: Tensor, span: int, taps: tuple = (), last: Optional[Tensor] = None) -> tuple:
+        """Scores `tree` against the committed prefix.
+
+        length (B,): committed tokens; span: cache slots to attend, at least every length; taps: ids of layers whose
+        outputs are wanted; last (B,): where given, logits for that node alone (prefill wants no others).
+        Returns logits (B, N, V) (N = 1 with `last`), taps (B, N, n*h) or None, latents (L, B, N, C+R)."""
+        rope = self.rope(length.unsqueeze(1) + tree.depth)
+        bias = attention_bias(tree, length, span, upcast(self.norm.weight).dtype)
+        x, hidden, latents = self.embed_tokens(tree.tokens), {}, []
+        for i, layer in enumerate(self.layers):
+            x, new = layer(x, rope, self.cache[i, :, :span], bias)
+            latents.append(new)
+            if i in taps:
+                hidden[i] = x
+        if last is not None:
+            x = x.gather(1, last.view(-1, 1, 1).expand(-1, 1, x.shape[-1]))
+        tapped = torch.cat([hidden[i] for i in taps], -1) if taps else None
+        return self.lm_head(self.norm(x)), tapped, torch.stack(latents)
+
+    def rope(self, positions: Tensor) -> tuple:
+        cos, sin = cos_sin(self.frequencies, positions, self.config.rope.amplitude)  # (B, N, R/2)
+        return cos.unsqueeze(2), sin.unsqueeze(2)
+
+    def score(self, ids: Tensor, expanded: bool = False) -> tuple:
+        """ids (B, T) -> logits (B, T, V), hidden (L+1, B, T, h): the embedding, then every layer's raw output.
+        Caches are neither read nor written. `expanded` takes the textbook form of attention."""
+        tree = chain(ids)
+        length = torch.zeros(ids.shape[0], dtype=torch.long, device=ids.device)
+        x, rope = self.embed_tokens(ids), self.rope(tree.depth)
+        past = bias = None
+        if not expanded:
+            past = x.new_zeros(ids.shape[0], 0, self.config.latent_dim)
+            bias = attention_bias(tree, length, 0, upcast(x).dtype)
+        hidden = [x]
+        for layer in self.layers:
+            hidden.append(layer(hidden[-1], rope, past, bias)[0])
+        return self.lm_head(self.norm(hidden[-1])), torch.stack(hidden)
+
+    # Cost accounting. Sizes are counted from the parameters themselves, so they hold on the meta device too.
+
+    def num_params(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def routed_params(self) -> int:
+        return sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
+
+    def active_params(self) -> int:
+        """Parameters one token multiplies: everything but the experts it is not routed to (the embedding is a lookup)."""
+        c = self.config
+        idle = self.routed_params() * (1 - c.experts_per_token / c.num_experts) if c.num_experts else 0
+        return round(self.num_params() - idle - self.embed_tokens.weight.numel())
+
+    def weight_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    def latent_bytes_per_token(self) -> int:
+        """Cache bytes one committed token costs over all layers; also what every later round reads for it."""
+        return len(self.layers) * self.config.latent_dim * self.norm.weight.element_size()
+
+
+def attention_bias(tree: Tree, length: Tensor, span: int, dtype: torch.dtype) -> Tensor:
+    """(B, N, 1, span+N): 0 for committed slots and for a node's ancestors and itself, -inf elsewhere. Built once a call."""
+    B, N = tree.tokens.shape
+    committed = (torch.arange(span, device=length.device) < length.unsqueeze(1)).unsqueeze(1).expand(B, N, span)
+    visible = torch.cat((committed, tree.ancestors), -1).unsqueeze(2)
+    return torch.zeros(visible.shape, dtype=dtype, device=length.device).masked_fill(~visible, -math.inf)
