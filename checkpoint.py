@@ -1,0 +1,405 @@
+"""Checkpoints in the hub's own layout: a folder or hub id -> config and weights, and back.
+
+`layout` is the one table between our parameters and the hub's tensors, used in both directions. Loading is strict: every
+tensor of the files is used or is of a kind known not to matter, every parameter is filled, and whatever is wrong ends in
+one `UserError` before memory for the weights is allocated. Tensors stream one at a time into their final storage.
+
+Shapes: H heads, C latent rank, E experts, I expert width, h hidden size, L draft layers.
+"""
+import json
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from draft import DraftConfig, Drafter
+from model import Attention, Config, Experts, Transformer
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class UserError(Exception):
+    """One line: what is wrong, what was found, what to do. The command line prints it and exits with code 2."""
+
+
+def few(items: list, limit: int = 3) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(str(i) for i in items[:limit]) + more
+
+
+# Folders and hub ids
+
+WANTED = ("*.safetensors", "*.json", "tiktoken.model", "chat_template.jinja")  # *.json: index, configs and tokenizer.json
+
+
+def resolve(name: str) -> Path:
+    """An existing folder, or a hub id with an optional @revision, downloaded (or found in the hub's cache)."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{name} is a file; give the folder that holds config.json and the weights")
+    hub_id, _, revision = name.partition("@")
+    if name.startswith((".", "/", "~")) or hub_id.count("/") > 1 or not hub_id:
+        raise UserError(f"no such model folder: {name}")
+    from huggingface_hub import errors, snapshot_download  # here, so that a local run needs no network library
+    where = f"{hub_id} at revision {revision}" if revision else hub_id
+    try:
+        return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=list(WANTED)))
+    except errors.GatedRepoError:
+        why = "the model is gated: accept its terms on its page, then set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        why = "the hub has no such model, or it is private: check the name, or set HF_TOKEN"
+    except errors.RevisionNotFoundError:
+        why = "the model has no such revision"
+    except errors.HFValidationError:
+        why = "that is not a hub id either (owner/name)"
+    except errors.OfflineModeIsEnabled:
+        why = "it is not in the local cache, and offline mode is on (HF_HUB_OFFLINE)"
+    except errors.LocalEntryNotFoundError:
+        why = "it is not in the local cache, and the hub cannot be reached or offline mode is on"
+    except Exception as e:  # whatever else a network does to a download is one line for the user, too
+        why = f"the download failed with {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+    raise UserError(f"{where} is no folder here, and from the hub: {why}")
+
+
+def read_json(path: Path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as e:
+        raise UserError(f"{path} cannot be read: {e.strerror}") from None
+    except (ValueError, RecursionError) as e:  # not UTF-8, or not JSON
+        raise UserError(f"{path} is not JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_config(folder: Path) -> dict:
+    return read_json(Path(folder) / "config.json")
+
+
+def parse_config(cls, folder: Path):
+    """config.json -> Config or DraftConfig, with every number in range. The sizes decide what is allocated."""
+    path = Path(folder) / "config.json"
+    try:
+        c = cls.from_dict(read_config(folder))
+        for f in fields(c):
+            value, least = getattr(c, f.name), 0 if f.name in ("shared_experts", "mask_id") else 1
+            if f.type is int and (type(value) is not int or value < least):
+                raise ValueError(f"{f.name} must be a whole number of at least {least}, got {value!r}")
+            if f.type is float and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                raise ValueError(f"{f.name} must be a positive number, got {value!r}")
+        for name in ("theta", "factor", "original", "beta_fast", "beta_slow"):
+            value = getattr(c.rope, name)
+            if not (isinstance(value, (int, float)) and 0 < value < float("inf")) or c.rope.theta == 1:
+                raise ValueError(f"rope {name} must be a positive number, got {value!r}")
+        if c.rope.dim % 2:
+            raise ValueError(f"the rope dimension must be even, got {c.rope.dim}")
+        if cls is Config:
+            if c.experts_per_token > c.num_experts or c.num_experts % c.n_group or c.topk_group > c.n_group:
+                raise ValueError(f"cannot route to {c.experts_per_token} of {c.num_experts} experts in {c.topk_group} of {c.n_group} groups")
+            if not (c.q_lora_rank is None or type(c.q_lora_rank) is int and c.q_lora_rank > 0):
+                raise ValueError(f"q_lora_rank must be null or a whole number of at least 1, got {c.q_lora_rank!r}")
+            if not all(type(i) is int for i in c.eos):
+                raise ValueError(f"eos_token_id must be a token id or a list of them, got {list(c.eos)}")
+        elif c.num_heads % c.num_kv_heads or not all(type(i) is int for i in (*c.taps, *c.windows)):
+            raise ValueError(f"{c.num_heads} heads over {c.num_kv_heads}, taps {list(c.taps)}, windows {list(c.windows)} do not work")
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as e:
+        raise UserError(f"{path}: {e}") from None
+    return c
+
+
+# The tensors of a folder
+
+def canonical(name: str) -> str:
+    """The hub's name -> ours: wrappers prefix the text model with `model.`, `language_model.` or both."""
+    while name.startswith(("model.", "language_model.")):
+        name = name.partition(".")[2]
+    return name
+
+
+def ignored(name: str, layers: int) -> bool:
+    """Tensors that are no part of the text decoder: vision towers, multi-token-prediction layers, derived rope tables."""
+    first, _, rest = name.partition(".")
+    index = rest.partition(".")[0]
+    return (first in ("vision_tower", "mm_projector") or name.endswith(".rotary_emb.inv_freq")
+            or first == "layers" and index.isdecimal() and int(index) >= layers)
+
+
+class Files:
+    """The safetensors files of a folder: which tensors they hold, and reading them one at a time."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.open_files, self.where = Path(folder), {}, {}
+        if (self.folder / INDEX).exists():  # file names follow no rule; the index alone says what is where
+            listing = read_json(self.folder / INDEX).get("weight_map")
+            if not isinstance(listing, dict) or not listing:
+                raise UserError(f"{self.folder / INDEX} has no weight_map")
+        elif (self.folder / SINGLE).exists():
+            listing = dict.fromkeys(self.open(SINGLE).keys(), SINGLE)
+        else:
+            raise UserError(f"{self.folder} has neither {SINGLE} nor {INDEX}; only safetensors weights are read")
+        for file in dict.fromkeys(str(f) for f in listing.values()):
+            if "/" in file or "\\" in file or not (self.folder / file).is_file():
+                raise UserError(f"{self.folder / INDEX} lists the file {file}, which is not in the folder; is the download complete?")
+        for stored, file in listing.items():
+            name = canonical(stored)
+            if name in self.where:
+                raise UserError(f"{self.folder}: {stored} and {self.where[name][1]} are the same tensor")
+            self.where[name] = (file, stored)
+        held = {}  # headers, one file after the other: shapes and kinds are checked before anything is read
+        for name, (file, stored) in self.where.items():
+            held.setdefault(file, []).append((name, stored))
+        self.kinds, self.shapes = {}, {}
+        for file, names in held.items():
+            f = self.open(file)
+            present = set(f.keys())
+            absent = [stored for _, stored in names if stored not in present]
+            if absent:
+                raise UserError(f"{self.folder / file} lacks {few(absent)}, which {INDEX} says it holds")
+            for name, stored in names:
+                piece = f.get_slice(stored)
+                self.kinds[name], self.shapes[name] = piece.get_dtype(), tuple(piece.get_shape())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.where
+
+    def open(self, file: str):
+        """A few files stay open: a weight and its scales may lie in different ones."""
+        if file not in self.open_files:
+            if len(self.open_files) >= 4:
+                self.open_files.pop(next(iter(self.open_files)))
+            try:
+                self.open_files[file] = safe_open(self.folder / file, "pt")
+            except (SafetensorError, OSError, ValueError) as e:
+                raise UserError(f"{self.folder / file} is corrupt or cut short: {e}") from None
+        return self.open_files[file]
+
+    def spelling(self, name: str) -> str:
+        """The name as the files spell it, or would."""
+        if name in self.where:
+            return self.where[name][1]
+        return name if name in ("lm_head.weight",) or "fc.weight" in self.where else f"model.{name}"
+
+    def read(self, name: str) -> Tensor:
+        file, stored = self.where[name]
+        try:
+            return self.open(file).get_tensor(stored)
+        except (SafetensorError, OSError, ValueError) as e:
+            raise UserError(f"{self.folder / file}: {stored} cannot be read: {e}") from None
+
+
+# The table between our parameters and the hub's tensors
+
+class Slot(NamedTuple):
+    """Where one tensor of the hub lives in a model: the tensor is cat(parts, dim) with the dims up to `dim` flattened."""
+    name: str     # the hub's, without `model.`
+    parts: tuple  # views of our parameters
+    dim: int = 0
+
+    @property
+    def shape(self) -> tuple:
+        """The hub's."""
+        whole = list(self.parts[0].shape)
+        whole[self.dim] = sum(p.shape[self.dim] for p in self.parts)
+        joined = 1
+        for n in whole[:self.dim + 1]:
+            joined *= n
+        return (joined, *whole[self.dim + 1:])
+
+    def fill(self, tensor: Tensor) -> None:
+        whole = tensor.view(*self.parts[0].shape[:self.dim], -1, *self.parts[0].shape[self.dim + 1:])
+        for part, piece in zip(self.parts, whole.split([p.shape[self.dim] for p in self.parts], self.dim)):
+            part.copy_(piece)
+
+    def gather(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([p.detach().to("cpu", dtype) for p in self.parts], self.dim).flatten(0, self.dim)
+
+
+def layout(model: nn.Module, stored=()) -> Iterator[Slot]:
+    """Every tensor of the hub that `model` (a Transformer or Drafter) is made of. `stored`: names that the file has;
+    experts come one by one, or fused per layer as transformers 5 may save them."""
+    for path, m in model.named_modules():
+        at = f"{path}." if path else ""
+        if isinstance(m, Attention):  # kv_b_proj is (H, nope + v, C), per head the key's rows first
+            yield Slot(f"{at}kv_b_proj.weight", (m.w_uk, m.w_uv), 1)
+        elif isinstance(m, Experts) and f"{at}gate_up_proj" in stored:
+            yield Slot(f"{at}gate_up_proj", (m.gate_up,))                      # (E, 2I, h)
+            yield Slot(f"{at}down_proj", (m.down,))                            # (E, h, I)
+        elif isinstance(m, Experts):
+            for e, (gate_up, down) in enumerate(zip(m.gate_up, m.down)):
+                gate, up = gate_up.chunk(2)
+                yield Slot(f"{at}{e}.gate_proj.weight", (gate,))               # (I, h)
+                yield Slot(f"{at}{e}.up_proj.weight", (up,))
+                yield Slot(f"{at}{e}.down_proj.weight", (down,))               # (h, I)
+        elif isinstance(m, Drafter):  # kv_proj is (L, 2, G*d, h)
+            for i, (k, v) in enumerate(m.kv_proj):
+                yield Slot(f"layers.{i}.self_attn.k_proj.weight", (k,))
+                yield Slot(f"layers.{i}.self_attn.v_proj.weight", (v,))
+        else:
+            for name, p in m.named_parameters(recurse=False):
+                yield Slot(at + name, (p,))
+
+
+def check(slots: list, files: Files, layers: int) -> None:
+    """Names, shapes and kinds of what the files hold against what the model needs. Reads no tensor."""
+    missing, wrong, used = [], [], set()
+    for slot in slots:
+        if slot.name not in files:
+            missing.append(files.spelling(slot.name))
+            continue
+        used.add(slot.name)
+        kind, shape = files.kinds[slot.name], files.shapes[slot.name]
+        if kind not in FLOATS:
+            wrong.append(f"{files.spelling(slot.name)} is of type {kind}, expected a float")
+        elif shape != slot.shape:
+            wrong.append(f"{files.spelling(slot.name)} is {list(shape)}, the config asks for {list(slot.shape)}")
+    unused = [files.spelling(n) for n in files.where if n not in used and not ignored(n, layers)]
+    problems = [f"{len(names)} tensors {what}: {few(names)}" for what, names in
+                (("are missing", missing), ("do not fit", wrong), ("belong nowhere", unused)) if names]
+    if problems:
+        raise UserError(f"{files.folder}: " + "; ".join(problems))
+
+
+def fill(slots: Iterator[Slot], files: Files) -> None:
+    """Streams every tensor into its place, one at a time."""
+    for slot in slots:
+        slot.fill(files.read(slot.name))
+        for part in slot.parts:  # a sum needs no second copy, and one bad value spoils it
+            if not part.sum(dtype=torch.float32 if part.dtype == torch.float16 else None).isfinite():
+                raise UserError(f"{files.folder / files.where[slot.name][0]}: {files.spelling(slot.name)} has values that are not finite in {part.dtype}")
+
+
+def on_meta(build, config, dtype: torch.dtype) -> nn.Module:
+    """A module without storage whose parameters have `dtype` (those that need at least fp32 have that)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            return build(config).requires_grad_(False).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def load_target(folder: Path, device="cpu", dtype: torch.dtype = torch.float32) -> Transformer:
+    folder = Path(folder)
+    config = parse_config(Config, folder)
+    files = Files(folder)
+    model = on_meta(Transformer, config, dtype)
+    tied = config.tie and "lm_head.weight" not in files  # the head is loaded wherever it is present
+    if tied:
+        model.lm_head = None
+    check(list(layout(model, files)), files, config.num_layers)
+    model.to_empty(device=device)
+    fill(layout(model, files), files)
+    if tied:
+        model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        model.lm_head.weight = model.embed_tokens.weight
+    model.reset_frequencies()
+    return model
+
+
+# Drafters
+
+EXTENSIONS = {"markov_head": "DSpark", "confidence_head": "DSpark", "logit_head": "DSpark", "attention_conv": "DFlash2", "mlp_conv": "DFlash2",
+              "candidate_selector": "DFlash2", "sinks": "attention sinks", "midlayer": "Eagle", "d2t": "Eagle", "t2d": "Eagle"}
+
+
+@torch.no_grad()
+def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dtype = torch.float32) -> Drafter:
+    """A drafter that fits `target`: its own embedding and head where its file has them, else the target's, shared."""
+    folder = Path(folder)
+    architecture = str((read_config(folder).get("architectures") or [""])[0])
+    if "eagle" in architecture.lower():
+        raise UserError(f"{folder}: {architecture} is an Eagle drafter; only DFlash drafters are supported")
+    files = Files(folder)
+    for name in files.where:
+        for part in name.split("."):
+            if part in EXTENSIONS:
+                raise UserError(f"{folder}: {files.spelling(name)} belongs to an extension ({EXTENSIONS[part]}) that is not supported")
+    config = parse_config(DraftConfig, folder)
+    check_pair(config, target.config, folder)
+    draft = on_meta(Drafter, config, dtype)
+    with torch.device("meta"):
+        if "embed_tokens.weight" in files:
+            draft.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        if "lm_head.weight" in files:
+            draft.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+    check(list(layout(draft)), files, config.num_layers)
+    draft.to_empty(device=device)
+    fill(layout(draft), files)
+    draft.requires_grad_(False)
+    own = {name: m for name, m in draft.named_children() if name in ("embed_tokens", "lm_head")}
+    draft.share(target)
+    for name, m in own.items():
+        setattr(draft, name, m)
+    draft.reset_frequencies()
+    return draft.eval()
+
+
+def check_pair(draft: DraftConfig, target: Config, folder: Path) -> None:
+    """A drafter for another target would load, run, and accept next to nothing."""
+    def refuse(what):
+        raise UserError(f"the drafter {folder} does not fit the target: {what}")
+    for what, theirs, ours in (("hidden size", draft.hidden_size, target.hidden_size), ("vocabulary", draft.vocab_size, target.vocab_size),
+                               ("number of target layers", draft.num_target_layers, target.num_layers)):
+        if theirs is not None and theirs != ours:
+            refuse(f"its {what} is {theirs}, the target's {ours}")
+    if max(draft.taps) >= target.num_layers:
+        refuse(f"it taps layer {max(draft.taps)}, the target has layers 0 to {target.num_layers - 1}")
+    if max(draft.taps) == target.num_layers - 1:
+        refuse(f"it taps the last layer, {max(draft.taps)}, whose output trainers saw before or after the final norm; that is not supported")
+    if draft.mask_id >= target.vocab_size:
+        refuse(f"its mask id is {draft.mask_id}, the embedding has {target.vocab_size} rows")
+
+
+# Saving
+
+def save(slots: list, config: dict, folder: Path, dtype: torch.dtype, prefix, shard_bytes=None) -> None:
+    """config.json, and one file of weights, or an index and shards of at most shard_bytes (or one tensor) each."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    def kept(slot):  # the router's bias decides between near ties, so it is stored in fp32 everywhere
+        return torch.float32 if slot.name.endswith(".e_score_correction_bias") else dtype
+    shards, size = [[]], 0
+    for slot in slots:
+        n = sum(p.numel() for p in slot.parts) * kept(slot).itemsize
+        if shard_bytes and shards[-1] and size + n > shard_bytes:
+            shards, size = shards + [[]], 0
+        shards[-1].append(slot)
+        size += n
+    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards):
+        save_file({prefix(s.name): s.gather(kept(s)) for s in shard}, folder / f"{name}.part", metadata={"format": "pt"})
+        os.replace(folder / f"{name}.part", folder / name)
+    if len(shards) > 1:
+        total = sum(sum(p.numel() for p in s.parts) * kept(s).itemsize for s in slots)
+        listing = {prefix(s.name): name for name, shard in zip(names, shards) for s in shard}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": listing}, indent=1) + "\n")
+    else:
+        (folder / INDEX).unlink(missing_ok=True)  # a stale index would win over the file just written
+    config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_target(model: Transformer, config: dict, folder: Path, dtype: torch.dtype = torch.bfloat16, shard_bytes=None) -> None:
+    tied = model.lm_head.weight is model.embed_tokens.weight
+    slots = [s for s in layout(model) if not (tied and s.name == "lm_head.weight")]
+    save(slots, config, folder, dtype, lambda name: name if name == "lm_head.weight" else f"model.{name}", shard_bytes)
+
+
+def save_draft(draft: Drafter, config: dict, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """What is the drafter's own; embedding and head are the target's."""
+    slots = [s for s in layout(draft) if s.name not in ("embed_tokens.weight", "lm_head.weight")]
+    save(slots, config, folder, dtype, lambda name: name)
