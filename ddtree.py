@@ -1,0 +1,93 @@
+"""The draft tree: the `budget` most probable prefixes under a drafter's marginals (DDTree, best-first), exact, batched, on the device.
+
+Marginals of different depths are independent, so a prefix scores the sum of its tokens' log probabilities and never beats
+its own parent: the best `budget` prefixes are closed under taking parents, and they ARE the tree that a best-first heap grows.
+So no heap is needed. Depth by depth the best `budget` prefixes are extended by the most probable tokens; one last sort
+over all depths picks the tree. Everything has a static shape, and nothing is read on the host.
+
+Ties go to the lower token id, then to the better parent: the same tree on every device.
+
+Shapes: B sequences, D depths, V vocabulary, W kept tokens per depth, P kept prefixes of a depth, M candidates of all depths,
+N = budget + 1 nodes.
+"""
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from model import Tree, chain  # noqa: F401  (both belong to this interface)
+
+
+def candidate_pairs(parents: int, width: int, budget: int, device=None) -> tuple:
+    """(parent rank, token rank) index tensors of the extensions that can survive: those with
+    (parent rank + 1) * (token rank + 1) <= budget. Any other is beaten by all extensions of no worse parents by no worse
+    tokens, and they are more than `budget`."""
+    pairs = [(r, t) for r in range(parents) for t in range(min(width, budget // (r + 1)))]
+    return tuple(torch.tensor(x, device=device) for x in zip(*pairs))
+
+
+def candidate_tables(depths: int, vocab: int, budget: int, device=None) -> list:
+    """candidate_pairs of every depth. They depend on shapes alone: keep them where a round is repeated."""
+    tables, parents, width = [], 1, min(budget, vocab)
+    for _ in range(depths):
+        tables.append(candidate_pairs(parents, width, budget, device))
+        parents = min(budget, len(tables[-1][0]))
+    return tables
+
+
+def ranked_tokens(logits: Tensor, width: int) -> tuple:
+    """logits (B, D, V) -> (ids, log probabilities) (B, D, W) of the best tokens, best first, lower id first among equals.
+
+    Sorted by one integer key per token: the logit's bits made monotone, then the id reversed. topk alone orders equals
+    as it likes, and in bf16 equals are common."""
+    x = logits.float() + 0.0  # + 0.0 makes -0.0 and 0.0 one value
+    bits = x.view(torch.int32).long()
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    V = logits.shape[-1]
+    key = (bits << 32) | (V - 1 - torch.arange(V, device=logits.device))
+    ids = V - 1 - (key.topk(width, -1).values & 0xFFFFFFFF)
+    return ids, (x.gather(-1, ids) - x.logsumexp(-1, keepdim=True)).clamp(max=0)  # never above 0: a child must not beat its parent
+
+
+def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None) -> Tree:
+    """marginals (B, D, V) logits, root (B,) -> the Tree of the root and the `budget` most probable prefixes.
+
+    spine: take the whole top-1 chain first and fill the rest best-first (needs budget >= D).
+    tables: candidate_tables(D, V, budget), where they are kept. ValueError on a budget that is too small.
+    Where fewer than `budget` prefixes exist, all of them are taken."""
+    B, D, V = marginals.shape
+    if budget < (D if spine else 1):
+        raise ValueError(f"budget must be at least {D if spine else 1}, got {budget}")
+    tables = tables or candidate_tables(D, V, budget, marginals.device)
+    ids, logp = ranked_tokens(marginals, min(budget, V))                             # (B, D, W)
+    score = torch.zeros(B, 1, device=root.device)                                    # of the kept prefixes of the last depth
+    paths = torch.zeros(B, 1, 0, dtype=torch.long, device=root.device)               # their ancestors, as candidate numbers
+    scores, tokens, lines, offset = [], [], [], 0
+    for d, (r, t) in enumerate(tables):
+        candidates = score[:, r] + logp[:, d, t]                                     # (B, pairs)
+        order = candidates.sort(dim=-1, descending=True, stable=True)                    # stable: equals stay in (parent, token) order
+        kept = min(budget, len(r))
+        score, pick = order.values[:, :kept], order.indices[:, :kept]                # (B, P)
+        number = torch.arange(offset, offset + kept, device=root.device).expand(B, kept)
+        paths = torch.cat((paths.gather(1, r[pick].unsqueeze(-1).expand(-1, -1, d)), number.unsqueeze(-1)), -1)  # (B, P, d+1)
+        scores.append(score)
+        tokens.append(ids[:, d].gather(1, t[pick]))
+        lines.append(torch.nn.functional.pad(paths, (0, D - d - 1), value=-1))
+        offset += kept
+    score, token, line = torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(lines, 1)  # (B, M), (B, M), (B, M, D)
+    if spine:  # the first prefix of each depth is the top-1 chain
+        first = [0, *(sum(s.shape[1] for s in scores[:i]) for i in range(1, D))]
+        score = score.index_fill(1, torch.tensor(first, device=root.device), 1.0)    # log probabilities never exceed 0
+    chosen = score.sort(dim=-1, descending=True, stable=True).indices[:, :min(budget, offset)]  # (B, N-1); a parent before its children
+    # candidate number -> node; candidates that were not chosen, and the padding -1, point past the end
+    N = chosen.shape[1] + 1
+    node = torch.full((B, offset + 1), N, device=root.device).scatter(1, chosen, torch.arange(1, N, device=root.device).expand(B, -1))
+    line = node.gather(1, (line % (offset + 1)).gather(1, chosen.unsqueeze(-1).expand(-1, -1, D)).flatten(1)).view(B, N - 1, D)
+    depth = (line < N).sum(-1)                                                       # (B, N-1)
+    above = torch.cat((torch.zeros_like(line[..., :1]), line), -1).gather(-1, (depth - 1).unsqueeze(-1)).squeeze(-1)
+    ancestors = torch.zeros(B, N, N + 1, dtype=torch.bool, device=root.device)
+    ancestors[:, :, 0] = True
+    ancestors[:, 1:].scatter_(2, line, True)
+    edge = torch.zeros(B, 1, dtype=torch.long, device=root.device)
+    return Tree(torch.cat((root.unsqueeze(1), token.gather(1, chosen)), 1), torch.cat((edge - 1, above), 1),
+                torch.cat((edge, depth), 1), ancestors[..., :N], min(D, N - 1))

@@ -1,0 +1,371 @@
+"""Generates text with a DFlash drafter and a DDTree verifier, or with the target alone.
+
+    python generate.py --prompt "def merge_sort(items):"
+
+Three ways to decode, one text: `ar` one token per forward, `dflash` a chain of drafts, `ddtree` a tree of drafts. Greedy or
+seeded, all three emit the same tokens; they differ in how many forwards of the target it takes.
+"""
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, Iterator, NamedTuple, Optional, Union
+
+import torch
+
+from chat import encode, load_tokenizer, stop_ids as read_stop_ids
+from checkpoint import UserError, load_draft, load_target, resolve
+from draft import Drafter
+from model import Transformer
+from show import DIM, DRAFTED, OWN, RESET, TextStream, draw_tree
+from verify import Decoder, Plan
+
+MODES = ("ar", "dflash", "ddtree")
+BUNDLED = "checkpoints/tiny/target"
+SPINE = False   # the default tree: see the README's table of the two shapes
+CHUNK = 256     # prompt tokens per prefill forward
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+# The library: load, generate, stream
+
+def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple:
+    """A folder or hub id -> target, drafter (or None), tokenizer.
+
+    draft: a folder or hub id, "none", or "auto": the folder `draft` beside the target's, None where there is none."""
+    if model == BUNDLED and not Path(model).exists():
+        model = str(Path(__file__).parent / BUNDLED)  # the bundled pair is found from any folder
+    folder = resolve(model)
+    beside = folder.parent / "draft"
+    draft_folder = None if draft == "none" else (beside if beside.is_dir() else None) if draft == "auto" else resolve(draft)
+    target = load_target(folder, device, dtype)
+    return target, draft_folder and load_draft(draft_folder, target, device, dtype), load_tokenizer(folder)
+
+
+@dataclass
+class Result:
+    """tokens: generated ids, a stop id not included. accepted: drafts accepted in each round."""
+    tokens: list = field(default_factory=list)
+    accepted: list = field(default_factory=list)
+    finish: str = ""            # "stop" or "length"
+    first_token: float = 0.0    # seconds from the call to this row's first token
+    seconds: float = 0.0        # from the call to this row's end
+
+
+class Event(NamedTuple):
+    """What one round (or the prefill) gave one row."""
+    row: int
+    tokens: list
+    drafts: int                 # how many of the tokens are accepted drafts: the first ones
+    finish: str                 # "" while the row goes on
+    prefill: bool
+
+
+def generate(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
+             max_new_tokens: int = 128, **settings) -> list:
+    """prompts: lists of token ids, ragged -> a Result per prompt. The settings are those of `rounds`."""
+    results, began = [Result() for _ in prompts], time.perf_counter()
+    for e in rounds(target, draft, prompts, mode, budget, max_new_tokens, **settings):
+        record(results[e.row], e, time.perf_counter() - began)
+    return results
+
+
+def record(result: Result, e: Event, seconds: float) -> None:
+    result.tokens += e.tokens
+    result.seconds = seconds
+    result.finish = e.finish
+    if e.prefill:
+        result.first_token = seconds
+    else:
+        result.accepted.append(e.drafts)
+
+
+def stream(*args, **settings) -> Iterator[tuple]:
+    """The arguments of `generate` -> (row, tokens) of each round, as they come."""
+    return ((e.row, e.tokens) for e in rounds(*args, **settings) if e.tokens)
+
+
+def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
+           max_new_tokens: int = 128, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+           seed: Union[int, list] = 0, stop_ids: tuple = (), compile: bool = False, spine: bool = SPINE,
+           until: Optional[Callable] = None) -> Iterator[Event]:
+    """Decodes all prompts as one batch and yields an Event per row and round.
+
+    seed: one for all rows, or one per prompt. stop_ids end a row and are not emitted. until(row, tokens) may end a row
+    too: it returns how many of these new tokens to keep, or None to go on. UserError on arguments out of range."""
+    context = min([target.config.max_positions] + ([draft.config.max_positions] if draft is not None else []))
+    check_arguments(target, draft, prompts, mode, budget, max_new_tokens, temperature, top_p, top_k, seed, spine, context)
+    if compile:
+        raise UserError("compilation is not supported yet; leave --compile out")
+    device, B = target.norm.weight.device, len(prompts)
+    limit = [min(len(p) + max_new_tokens, context) for p in prompts]
+    decoder = Decoder(target, None if mode == "ar" else draft, B, max(limit))
+    for buffer, value in ((decoder.limit, limit), (decoder.seed, seed), (decoder.temperature, temperature),
+                          (decoder.top_p, top_p), (decoder.top_k, top_k)):
+        buffer.copy_(torch.as_tensor(value))
+    plan = Plan(mode, budget, spine, temperature > 0, temperature > 0 and (top_k > 0 or top_p < 1))
+    stops, total, open_rows = set(stop_ids), [len(p) for p in prompts], set(range(B))
+
+    def emit(row: int, tokens: list, prefill: bool = False) -> Event:
+        drafts, finish = len(tokens) - 1, ""
+        end = next((i for i, t in enumerate(tokens) if t in stops), None)
+        if end is not None:
+            tokens, finish = tokens[:end], "stop"
+        keep = until(row, tokens) if until is not None and tokens else None
+        if keep is not None:
+            tokens, finish = tokens[:keep], "stop"
+        total[row] += len(tokens)
+        if not finish and total[row] >= limit[row]:
+            finish = "length"
+        if finish:
+            open_rows.discard(row)
+        return Event(row, tokens, min(drafts, len(tokens)), finish, prefill)
+
+    for chunk, roots, done in prefill(decoder, prompts, plan, device):
+        for row in done:
+            yield emit(row, [roots[row]], prefill=True)
+    while open_rows:
+        decoder.active.logical_and_(torch.tensor([row in open_rows for row in range(B)], device=device))
+        packed = decoder.round(plan, span_for(max(total[row] for row in open_rows), decoder.slots)).tolist()
+        for row in sorted(open_rows):
+            count, *tokens = packed[row]
+            yield emit(row, tokens[:count])
+
+
+def prefill(decoder: Decoder, prompts: list, plan: Plan, device) -> Iterator[tuple]:
+    """Feeds all prompts in chunks of at most CHUNK tokens; yields (chunk number, roots, rows whose prompt ended there)."""
+    longest = max(map(len, prompts))
+    T = min(CHUNK, longest)
+    for start in range(0, longest, T):
+        count = [min(max(len(p) - start, 0), T) for p in prompts]
+        tokens = torch.tensor([p[start:start + T] + [0] * (T - c) for p, c in zip(prompts, count)], device=device)
+        last = [start < len(p) <= start + T for p in prompts]
+        roots = decoder.prefill(tokens, torch.tensor(count, device=device), torch.tensor(last, device=device), plan,
+                                span_for(start, decoder.slots))
+        yield start // T, roots.tolist(), [row for row, ends in enumerate(last) if ends]
+
+
+def span_for(length: int, slots: int) -> int:
+    """The bucket of cache slots that covers `length`: 0, then powers of two from 64, at most the whole cache."""
+    return min(max(64, 1 << (length - 1).bit_length()), slots) if length else 0
+
+
+def check_arguments(target, draft, prompts, mode, budget, max_new_tokens, temperature, top_p, top_k, seed, spine, context) -> None:
+    """UserError on the first argument that cannot be served."""
+    def need(ok: bool, message: str) -> None:
+        if not ok:
+            raise UserError(message)
+    need(mode in MODES, f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
+    need(mode == "ar" or draft is not None, f"mode {mode} needs a drafter and there is none; pass --draft, or use --mode ar")
+    least = draft.depths if mode == "ddtree" and spine else 1
+    need(least <= budget <= 4096, f"budget must be between {least} and 4096, got {budget}")
+    need(max_new_tokens >= 1, f"max-new-tokens must be at least 1, got {max_new_tokens}")
+    need(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, got {temperature}")
+    need(0 < top_p <= 1, f"top-p must be above 0 and at most 1, got {top_p}")
+    need(top_k >= 0, f"top-k must be 0 (off) or positive, got {top_k}")
+    need(len(prompts) > 0, "there is no prompt; pass --prompt")
+    seeds = [seed] if isinstance(seed, int) else list(seed)
+    need(isinstance(seed, int) or len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts; pass one, or one per prompt")
+    need(all(-2 ** 63 <= s < 2 ** 63 for s in seeds), f"a seed must fit 64 bits, got {max(seeds, key=abs)}")
+    for i, p in enumerate(prompts):
+        need(len(p) > 0, f"prompt {i} is empty; give it at least one token")
+        need(len(p) < context, f"prompt {i} has {len(p)} tokens and the context holds {context}; shorten it to at most {context - 1}")
+        bad = next((t for t in p if not 0 <= t < target.config.vocab_size), None)
+        need(bad is None, f"prompt {i} holds the token id {bad}; the vocabulary has ids 0 to {target.config.vocab_size - 1}")
+
+
+# The command line
+
+def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Speculative decoding with DFlash drafts and DDTree trees on sparse MLA models.")
+    add = parser.add_argument
+    add("--prompt", action="append", metavar="TEXT", help="what to continue; repeat it for a batch; - reads stdin")
+    add("--model", default=BUNDLED, metavar="PATH|ID", help="the target: a folder or a hub id (default: the bundled one)")
+    add("--draft", default="auto", metavar="PATH|ID", help="the drafter; none for plain decode; default auto: the folder draft beside the target's")
+    add("--mode", choices=MODES, help="how to decode (default ddtree; ar where there is no drafter)")
+    add("--budget", type=int, default=32, help="drafted nodes of a ddtree round (default 32)")
+    add("--spine", action=argparse.BooleanOptionalAction, default=SPINE, help="put the whole top-1 chain into every tree first")
+    add("--max-new-tokens", type=int, default=128, metavar="N")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0, help="0 keeps all (default)")
+    add("--seed", type=int, default=0)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable")
+    add("--device", default="cpu")
+    add("--dtype", default="float32", choices=tuple(DTYPES))
+    add("--compile", action="store_true", help="compile the round")
+    add("--json", action="store_true", help="one JSON object per prompt: text, tokens, accepted per round, timings, finish")
+    add("--color", action="store_true", help="accepted drafts in green, the target's own tokens in yellow")
+    add("--check", action="store_true", help="decode with ar too; fail unless the tokens are identical")
+    add("--tree", type=int, nargs="?", const=1, metavar="K", help="draw the tree of round K (default 1) of the first prompt, and stop")
+    return parser.parse_args(argv)
+
+
+def read_prompts(texts: Optional[list]) -> list:
+    """The prompts' texts, stdin in the place of every '-'. UserError where stdin is not UTF-8 or there is no prompt."""
+    if not texts:
+        raise UserError("there is no prompt; pass --prompt TEXT, or --prompt - to read stdin")
+    try:
+        return [sys.stdin.buffer.read().decode("utf-8") if t == "-" else t for t in texts]
+    except UnicodeDecodeError as e:
+        raise UserError(f"stdin is not UTF-8 (byte {e.object[e.start]:#04x} at offset {e.start}); convert it, e.g. with iconv") from None
+
+
+def check_device(name: str) -> str:
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
+        raise UserError(f"device {name!r} cannot be used ({str(e).splitlines()[0][:120]}); use cpu, or cuda where torch finds a GPU") from None
+    return name
+
+
+def summary(mode: str, results: list, seconds: float) -> str:
+    """The one line that closes a run. tok/s counts what came after the first token, over the time it took."""
+    tokens, steps = sum(len(r.tokens) for r in results), sum(len(r.accepted) for r in results)
+    emitted = tokens - sum(bool(r.tokens) for r in results)
+    first = max((r.first_token for r in results), default=0.0)
+    rate = emitted / (seconds - first) if seconds > first and emitted else 0.0
+    return (f"{mode}: {tokens} tokens, {steps} rounds, {emitted / steps if steps else 0:.2f} tokens per round, {rate:.1f} tok/s, "
+            f"first token after {first * 1e3:.0f} ms")
+
+
+class Screen:
+    """Text of all rows as it becomes complete; a single row is printed live."""
+
+    def __init__(self, tokenizer, rows: int, stop: tuple, live: bool, color: bool):
+        self.streams = [TextStream(tokenizer, stop) for _ in range(rows)]
+        self.painted = [""] * rows
+        self.pieces, self.live, self.color = [], live, color
+
+    def until(self, row: int, tokens: list) -> Optional[int]:
+        """Reads new tokens up to a stop string; the pieces of text wait for `show`, which knows which ones were drafted."""
+        self.pieces = []
+        for i, token in enumerate(tokens):
+            self.pieces.append(self.streams[row].push(token))
+            if self.streams[row].stopped:
+                return i + 1
+        return None
+
+    def show(self, e: Event) -> None:
+        pieces = self.pieces[:len(e.tokens)] if e.tokens else []
+        self.put(e.row, [(text, i < e.drafts) for i, text in enumerate(pieces)])
+        if e.finish:
+            self.put(e.row, [(self.streams[e.row].flush(), False)])
+
+    def put(self, row: int, pieces: list) -> None:
+        text = "".join(f"{DRAFTED if drafted else OWN}{t}{RESET}" if self.color and t else t for t, drafted in pieces)
+        self.painted[row] += text
+        if self.live:
+            print(text, end="", flush=True)
+
+    def close(self) -> None:
+        for row, s in enumerate(self.streams):
+            self.put(row, [(s.flush(), False)])
+
+
+def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str:
+    """The tree of one round of one prompt, drawn."""
+    keep = {}
+    class Watching(Decoder):
+        def build(self, marginals, plan):
+            keep["marginals"], keep["tree"] = marginals, super().build(marginals, plan)
+            return keep["tree"]
+    decoder = Watching(target, draft, 1, min(len(prompt) + (number + 1) * (draft.depths + 1), target.config.max_positions))
+    decoder.limit.fill_(decoder.slots)
+    decoder.seed.fill_(args.seed), decoder.temperature.fill_(args.temperature), decoder.top_k.fill_(args.top_k), decoder.top_p.fill_(args.top_p)
+    plan = Plan(args.mode, args.budget, args.spine, args.temperature > 0, args.top_k > 0 or args.top_p < 1)
+    for _ in prefill(decoder, [prompt], plan, target.norm.weight.device):
+        pass
+    for _ in range(number):
+        if not decoder.active.item():
+            raise UserError(f"the context ends before round {number}; ask for an earlier one")
+        count, *tokens = decoder.round(plan, decoder.slots)[0].tolist()
+    tree = keep["tree"]
+    path, node = [0], 0
+    for token in tokens[:count - 1]:  # follow what was emitted; siblings differ, so there is one way
+        node = next(j for j in range(tree.tokens.shape[1]) if tree.parents[0, j] == node and tree.tokens[0, j] == token)
+        path.append(node)
+    return draw_tree(tree, keep["marginals"], path, tokens[:count], lambda t: tokenizer.decode([t], skip_special_tokens=False), args.color)
+
+
+def run(args: argparse.Namespace) -> int:
+    texts = read_prompts(args.prompt)
+    if args.compile:
+        raise UserError("compilation is not supported yet; leave --compile out")
+    target, draft, tokenizer = load(args.model, args.draft, check_device(args.device), DTYPES[args.dtype])
+    if args.mode is None:
+        args.mode = "ddtree" if draft is not None else "ar"
+        if draft is None and args.draft != "none":
+            print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)
+    prompts = [encode(tokenizer, t) for t in texts]
+    stops = read_stop_ids(resolve(args.model) if args.model != BUNDLED else Path(__file__).parent / BUNDLED, target.config, tokenizer)
+    settings = dict(budget=args.budget, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
+                    top_k=args.top_k, seed=args.seed, stop_ids=stops, spine=args.spine)
+    if args.tree is not None:
+        if args.mode == "ar" or args.tree < 1:
+            raise UserError(f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {args.mode}")
+        context = target.config.max_positions
+        check_arguments(target, draft, prompts, args.mode, args.budget, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, args.spine, context)
+        print(draw_round(target, draft, tokenizer, prompts[0], args.tree, args))
+        return 0
+    live = len(prompts) == 1 and not args.json
+    if live and sys.stderr.isatty() and sys.stdout.isatty():
+        print(f"{DIM}{texts[0]}{RESET}", end="", file=sys.stderr, flush=True)
+    screen, results, began = Screen(tokenizer, len(prompts), tuple(args.stop), live, args.color), [Result() for _ in prompts], time.perf_counter()
+    interrupted = False
+    try:
+        for e in rounds(target, draft, prompts, args.mode, until=screen.until, **settings):
+            record(results[e.row], e, time.perf_counter() - began)
+            screen.show(e)
+            if not live and sys.stderr.isatty():
+                print(f"\r\033[K{sum(bool(r.finish) for r in results)}/{len(results)} done, {sum(len(r.tokens) for r in results)} tokens",
+                      end="", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    seconds = time.perf_counter() - began
+    screen.close()
+    if live:
+        print(flush=True)
+    elif sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    for i, (r, s) in enumerate(zip(results, screen.streams)):
+        if args.json:
+            print(json.dumps({"prompt": texts[i], "text": s.text, "tokens": r.tokens, "accepted": r.accepted, "finish": r.finish or "interrupted",
+                              "mode": args.mode, "first_token_s": round(r.first_token, 6), "seconds": round(r.seconds, 6)}), flush=True)
+        elif not live:
+            print(f"--- prompt {i}: {texts[i]!r}\n{screen.painted[i]}", flush=True)
+    print(("interrupted; " if interrupted else "") + summary(args.mode, results, seconds), file=sys.stderr)
+    if interrupted:
+        return 130
+    if args.check:
+        plain = Screen(tokenizer, len(prompts), tuple(args.stop), False, False)
+        oracle = generate(target, None, prompts, "ar", until=plain.until, **settings)
+        for i, (a, b) in enumerate(zip(results, oracle)):
+            if a.tokens != b.tokens:
+                at = next((k for k, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), min(len(a.tokens), len(b.tokens)))
+                print(f"check failed: prompt {i} differs from ar at token {at}: {a.tokens[at:at + 1]} against {b.tokens[at:at + 1]}", file=sys.stderr)
+                return 1
+        print(f"check passed: {args.mode} and ar emitted the same tokens", file=sys.stderr)
+    return 0
+
+
+def main(argv: Optional[list] = None) -> int:
+    """Exit codes: 0; 1 where --check fails; 2 with one line on stderr where the user can mend it; 130 on Ctrl-C."""
+    try:
+        return run(parse_arguments(argv))
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as in `… | head`
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

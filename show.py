@@ -1,0 +1,71 @@
+"""What the command line shows: text as it becomes complete, and the tree of a round drawn as text."""
+import torch
+from torch import Tensor
+
+from model import Tree
+
+DRAFTED, OWN, DIM, RESET = "\033[32m", "\033[1;33m", "\033[2m", "\033[0m"
+
+
+class TextStream:
+    """Turns tokens into text as they come: never half a character, nothing lost at the end, cut before the first stop string."""
+
+    def __init__(self, tokenizer, stop: tuple = ()):
+        self.tokenizer, self.stop, self.stopped = tokenizer, tuple(s for s in stop if s), False
+        self.tokens, self.text, self.shown = [], "", 0  # tokens whose text is not complete yet; all complete text; its part given out
+
+    def push(self, token: int) -> str:
+        """The text that this token makes safe to show; `stopped` turns true when a stop string is complete."""
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=False)
+        if not text.endswith("\ufffd"):  # else the bytes of a character are still incomplete
+            self.text, self.tokens = self.text + text, []
+        return self._release()
+
+    def flush(self) -> str:
+        """What is left when no token will follow."""
+        self.text += self.tokenizer.decode(self.tokens, skip_special_tokens=False)
+        self.tokens = []
+        return self._release(final=True)
+
+    def _release(self, final: bool = False) -> str:
+        found = [i for i in (self.text.find(s) for s in self.stop) if i >= 0]
+        if found:
+            self.stopped, self.text = True, self.text[:min(found)]
+        end = len(self.text)
+        if not (final or self.stopped):  # hold back a tail that may grow into a stop string
+            end -= max((k for s in self.stop for k in range(1, len(s)) if self.text.endswith(s[:k])), default=0)
+        text, self.shown = self.text[self.shown:end], max(self.shown, end)
+        return text
+
+
+def node_probabilities(tree: Tree, marginals: Tensor) -> Tensor:
+    """tree and the marginals (B, D, V) it was built from -> (B, N) probability of each node after its parent; the root's is 1."""
+    logp = marginals.float().log_softmax(-1).flatten(1)                                        # (B, D*V)
+    at = ((tree.depth - 1) * marginals.shape[-1] + tree.tokens).clamp(min=0)
+    return torch.where(tree.depth > 0, logp.gather(1, at).exp(), 1.0)
+
+
+def draw_tree(tree: Tree, marginals: Tensor, path: list, emitted: list, decode, color: bool = False) -> str:
+    """Row 0 of a tree as text: each node's token, the drafter's probability for it after its parent and for the whole
+    path to it; a tick where the target accepted it. path: the accepted node ids, root first; emitted: the round's tokens;
+    decode: id -> text."""
+    conditional = node_probabilities(tree, marginals)[0]
+    joint = torch.where(tree.ancestors[0], conditional, 1.0).prod(-1).tolist()
+    conditional, tokens, parents = conditional.tolist(), tree.tokens[0].tolist(), tree.parents[0].tolist()
+    children = [[j for j, p in enumerate(parents) if p == i] for i in range(len(tokens))]
+    lines, on_path = [f"{decode(tokens[0])!r}  root"], set(path)
+
+    def walk(node: int, indent: str) -> None:
+        for j in children[node]:
+            end = j == children[node][-1]
+            text = f"{decode(tokens[j])!r}  {conditional[j]:.2f}  path {joint[j]:.3f}" + ("  ✓" if j in on_path else "")
+            if color and j in on_path:
+                text = f"{DRAFTED}{text}{RESET}"
+            lines.append(f"{indent}{'└─ ' if end else '├─ '}{text}")
+            walk(j, indent + ("   " if end else "│  "))
+    walk(0, "")
+    own = f"{decode(emitted[-1])!r}"
+    lines.append(f"{len(tokens) - 1} nodes drafted, {len(path) - 1} accepted, then the target's own {OWN + own + RESET if color else own}: "
+                 f"{len(emitted)} tokens in this round")
+    return "\n".join(lines)

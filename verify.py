@@ -1,0 +1,204 @@
+"""Sampling, acceptance, commit, and the round that joins them: propose, build, verify, accept, commit.
+
+Sampling is a pure function of (seed, position, logits): no generator state, so the same seed gives the same text in every
+mode, batch and tree shape. Acceptance then is plain equality with the target's own token, greedy or sampled alike.
+
+Shapes: B sequences, N nodes, D drafted depth, P = D + 1 nodes of a path, V vocabulary, L layers, S cache slots.
+"""
+import math
+from typing import Callable, NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+
+from ddtree import build_tree, candidate_tables
+from draft import Drafter
+from model import Transformer, Tree, chain, upcast
+
+MASK32 = 0xFFFFFFFF
+
+
+# Sampling
+
+def mix(x: Tensor) -> Tensor:
+    """A 32-bit integer hash in int64 (xorshift-multiply, the lowbias32 constants 0x21f0aaad and 0x735a2d97 found by
+    T. Schulz's and C. Wellons' searches). Both constants are below 2^31, so no product overflows."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK32
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK32
+    return x ^ (x >> 15)
+
+
+def gumbel(seed: Tensor, position: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
+    """seed (B,), position (B, N) -> standard Gumbel noise (B, N, V), one value per (seed, position, token id)."""
+    # sums, and constants, keep 0 and equal inputs from meeting: mix(0) is 0
+    seed = seed.unsqueeze(1)
+    key = mix((mix((mix((seed & MASK32) ^ 0x9E3779B9) + ((seed >> 32) & MASK32)) & MASK32) + position) & MASK32).unsqueeze(-1)
+    h = mix((key + mix(torch.arange(vocab, device=seed.device) ^ 0x85EBCA6B)) & MASK32)              # (B, N, V)
+    u = ((h.to(dtype) + 0.5) * 2.0 ** -32).clamp(max=1 - 2.0 ** -24)  # small u, where large noise comes from, stays exact
+    return -(-torch.log1p(-u)).log()
+
+
+def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """-inf outside the top_k (B,) best tokens (0: all) and then outside the smallest set of probability top_p (B,).
+    logits (B, N, V), already divided by the temperature. Equals are kept from the lowest id on."""
+    ordered = logits.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    k = torch.where(top_k > 0, top_k, logits.shape[-1]).view(-1, 1, 1)
+    p = ordered.values.masked_fill(rank >= k, -math.inf).softmax(-1)
+    kept = (rank < k) & ((p.cumsum(-1) - p < top_p.view(-1, 1, 1)) | (rank == 0))
+    return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, ordered.indices, kept), -math.inf)
+
+
+class Sampling(NamedTuple):
+    """Per-row settings, all (B,). temperature 0 is greedy, top_k 0 and top_p 1 keep everything."""
+    seed: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+
+def sample(logits: Tensor, position: Tensor, settings: Sampling, filtered: bool = True) -> Tensor:
+    """logits (B, N, V) for tokens at position (B, N) -> tokens (B, N): argmax(logits / temperature + noise), the lowest
+    id among equals. filtered=False skips top-k and top-p, for batches where no row asks for them."""
+    logits = upcast(logits)
+    hot = (settings.temperature > 0).view(-1, 1, 1)
+    scaled = logits / torch.where(hot.flatten(), settings.temperature, 1.0).to(logits.dtype).view(-1, 1, 1)
+    if filtered:
+        scaled = keep_top(scaled, settings.top_k, settings.top_p.to(logits.dtype))
+    noisy = scaled + gumbel(settings.seed, position, logits.shape[-1], logits.dtype)
+    return torch.where(hot, noisy, logits).argmax(-1)
+
+
+# Acceptance and commit
+
+def accept(tree: Tree, target_tokens: Tensor) -> tuple:
+    """target_tokens (B, N): the target's token after each node -> path (B, P) node ids, accepted (B,) drafts on it,
+    next_root (B,). A node is accepted when no ancestor, itself included, differs from what the target says after its parent.
+    Siblings differ, so the accepted nodes are one path; entries beyond accepted + 1 are padding."""
+    B, N = tree.tokens.shape
+    index = torch.arange(N, device=tree.tokens.device)
+    match = (tree.tokens == target_tokens.gather(1, tree.parents.clamp(min=0))) | (index == 0)
+    good = ~(tree.ancestors & ~match.unsqueeze(1)).any(-1)                                       # (B, N)
+    path = torch.where(good, index, N).sort(-1).values[:, :tree.max_depth + 1].clamp(max=N - 1)  # parents come before children
+    accepted = good.sum(-1) - 1
+    return path, accepted, token_after(target_tokens, path, accepted)
+
+
+def token_after(target_tokens: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
+    """The target's token after the last accepted node of the path: (B,)."""
+    return target_tokens.gather(1, path.gather(1, accepted.unsqueeze(1))).squeeze(1)
+
+
+def commit(target: Transformer, latents: Tensor, path: Tensor, length: Tensor, count: Tensor) -> None:
+    """Writes the latents (L, B, N, C+R) of the first count (B,) nodes of path (B, P) to slots length, length+1, …
+    One indexed write; the rest goes to the spare slot at the end of the cache, which nothing reads."""
+    step, rows = torch.arange(path.shape[1], device=path.device), torch.arange(path.shape[0], device=path.device).unsqueeze(1)
+    slot = torch.where(step < count.unsqueeze(1), length.unsqueeze(1) + step, target.cache.shape[2] - 1)
+    target.cache[:, rows, slot] = latents[:, rows, path]
+
+
+# The round
+
+class Plan(NamedTuple):
+    """What one round does. Static: each plan is one graph."""
+    mode: str = "ddtree"     # "ar", "dflash" or "ddtree"
+    budget: int = 32         # drafted nodes of a ddtree round
+    spine: bool = False      # see build_tree
+    sampled: bool = False    # some row has a temperature
+    filtered: bool = False   # some row has top-k or top-p
+
+
+class Decoder(nn.Module):
+    """B sequences in flight: the two models, their caches, and per-row state in buffers, so that a round takes no
+    argument that changes and the host has nothing to decide inside it."""
+
+    def __init__(self, target: Transformer, draft: Optional[Drafter], batch: int, slots: int):
+        super().__init__()
+        self.target, self.draft, self.slots = target, draft, slots
+        device = target.norm.weight.device
+        def buffer(name, value, dtype):
+            self.register_buffer(name, torch.full((batch,), value, dtype=dtype, device=device), persistent=False)
+        buffer("root", 0, torch.long)          # the last emitted token, in no cache yet
+        buffer("length", 0, torch.long)        # committed tokens = the root's position
+        buffer("limit", 0, torch.long)         # tokens a row may hold, prompt included
+        buffer("active", False, torch.bool)    # inactive rows accept, commit and emit nothing
+        buffer("seed", 0, torch.long)
+        buffer("temperature", 0.0, torch.float64)
+        buffer("top_k", 0, torch.long)
+        buffer("top_p", 1.0, torch.float64)
+        target.setup_cache(batch, slots)
+        if draft is not None:
+            draft.setup_cache(batch, slots)
+        self.tables = {}
+
+    def candidate_tables(self, budget: int) -> list:
+        """build_tree's index tables, made once per budget."""
+        if budget not in self.tables:
+            self.tables[budget] = candidate_tables(self.draft.depths, self.target.config.vocab_size, budget, self.root.device)
+        return self.tables[budget]
+
+    def choose(self, logits: Tensor, position: Tensor, plan: Plan) -> Tensor:
+        """logits (B, N, V) for tokens at position (B, N) -> the target's tokens (B, N)."""
+        if not plan.sampled:
+            return logits.argmax(-1)
+        return sample(logits, position, Sampling(self.seed, self.temperature, self.top_k, self.top_p), plan.filtered)
+
+    @property
+    def taps(self) -> tuple:
+        return self.draft.config.taps if self.draft is not None else ()
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, count: Tensor, last: Tensor, plan: Plan, span: int) -> Tensor:
+        """One chunk of prompts: tokens (B, T), of which the first count (B,) of a row are real. Rows with last (B,) have
+        their whole prompt in now: they get their first token and become active. Returns the roots (B,)."""
+        position = (count - 1).clamp(min=0)
+        logits, taps, latents = self.target(chain(tokens), self.length, span, self.taps, last=position)
+        every = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        self.commit(latents, taps, every, count)
+        token = self.choose(logits, self.length.unsqueeze(1), plan).squeeze(1)
+        self.root.copy_(torch.where(last, token, self.root))
+        self.active.copy_(self.active | (last & (self.length + 1 < self.limit)))
+        return self.root.clone()
+
+    @torch.no_grad()
+    def round(self, plan: Plan, span: int, mark: Callable = lambda stage: None) -> Tensor:
+        """One round for all rows. span: cache slots to attend, at least every length. Returns (B, P + 1): how many tokens
+        a row emitted, then the tokens. `mark` is called after each stage, for those who time them."""
+        marginals = self.propose(plan, span)
+        mark("propose")
+        tree = self.build(marginals, plan)
+        mark("build")
+        logits, taps, latents = self.target(tree, self.length, span, self.taps)
+        tokens = self.choose(logits, self.length.unsqueeze(1) + tree.depth + 1, plan)
+        mark("verify")
+        emitted = self.settle(tree, tokens, taps, latents)
+        mark("accept+commit")
+        return emitted
+
+    def propose(self, plan: Plan, span: int) -> Optional[Tensor]:
+        return None if plan.mode == "ar" else self.draft.propose(self.root, self.length, span)
+
+    def build(self, marginals: Optional[Tensor], plan: Plan) -> Tree:
+        if plan.mode == "ar":
+            return chain(self.root.unsqueeze(1))
+        if plan.mode == "dflash":
+            return chain(torch.cat((self.root.unsqueeze(1), marginals.argmax(-1)), 1))
+        return build_tree(marginals, self.root, plan.budget, plan.spine, self.candidate_tables(plan.budget))
+
+    def settle(self, tree: Tree, tokens: Tensor, taps: Optional[Tensor], latents: Tensor) -> Tensor:
+        """Accepts, commits and grafts the path, moves every active row on. tokens (B, N): the target's."""
+        path, accepted, _ = accept(tree, tokens)
+        # A row stops at its limit: what it accepts beyond is dropped, and the target's token there is the same token
+        accepted = torch.minimum(accepted, self.limit - self.length - 2).clamp(min=0)
+        count = torch.where(self.active, accepted + 1, 0)
+        self.commit(latents, taps, path, count)
+        self.root.copy_(torch.where(self.active, token_after(tokens, path, accepted), self.root))
+        self.active.copy_(self.active & (self.length + 1 < self.limit))
+        return torch.cat((count.unsqueeze(1), tokens.gather(1, path)), 1)  # the target's token after each accepted node
+
+    def commit(self, latents: Tensor, taps: Optional[Tensor], path: Tensor, count: Tensor) -> None:
+        """Latents and taps of the first count (B,) nodes of path go to both caches; lengths follow."""
+        commit(self.target, latents, path, self.length, count)
+        if taps is not None:
+            self.draft.graft(taps.gather(1, path.unsqueeze(-1).expand(-1, -1, taps.shape[-1])), self.length, count)
+        self.length.add_(count)
