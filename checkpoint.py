@@ -7,8 +7,10 @@ one `UserError` before memory for the weights is allocated. Tensors stream one a
 Shapes: H heads, C latent rank, E experts, I expert width, h hidden size, L draft layers.
 """
 import json
+import math
 import os
-import re
+import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Iterator, NamedTuple
@@ -19,10 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draft import DraftConfig, Drafter
-from model import Attention, Config, Experts, Transformer
+from model import Attention, Config, Experts, MoE, Transformer
+from quant import BLOCK, PackedExperts, dequantize_fp8
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class UserError(Exception):
@@ -89,33 +92,41 @@ def read_config(folder: Path) -> dict:
 
 
 def parse_config(cls, folder: Path):
-    """config.json -> Config or DraftConfig, with every number in range. The sizes decide what is allocated."""
+    """config.json -> Config or DraftConfig, with every number in range: sizes decide what is allocated, and a wrong type
+    would otherwise surface as a traceback many layers down."""
     path = Path(folder) / "config.json"
+    d = read_config(folder)
+    def demand(good, what, value):
+        if not good:
+            raise ValueError(f"{what}, got {value!r}")
+    def number(value):
+        return type(value) in (int, float) and 0 < value < math.inf
     try:
-        c = cls.from_dict(read_config(folder))
+        c = cls.from_dict(d)
         for f in fields(c):
             value, least = getattr(c, f.name), 0 if f.name in ("shared_experts", "mask_id") else 1
-            if f.type is int and (type(value) is not int or value < least):
-                raise ValueError(f"{f.name} must be a whole number of at least {least}, got {value!r}")
-            if f.type is float and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-                raise ValueError(f"{f.name} must be a positive number, got {value!r}")
+            if f.type is int:
+                demand(type(value) is int and value >= least, f"{f.name} must be a whole number of at least {least}", value)
+            elif f.type is float:
+                demand(number(value), f"{f.name} must be a positive number", value)
+            elif f.type is bool:
+                demand(type(value) is bool, f"{f.name} must be true or false", value)
         for name in ("theta", "factor", "original", "beta_fast", "beta_slow"):
-            value = getattr(c.rope, name)
-            if not (isinstance(value, (int, float)) and 0 < value < float("inf")) or c.rope.theta == 1:
-                raise ValueError(f"rope {name} must be a positive number, got {value!r}")
-        if c.rope.dim % 2:
-            raise ValueError(f"the rope dimension must be even, got {c.rope.dim}")
+            demand(number(getattr(c.rope, name)), f"rope {name} must be a positive number", getattr(c.rope, name))
+        demand(c.rope.dim % 2 == 0, "the rope dimension must be even", c.rope.dim)
+        demand(c.rope.frequencies().isfinite().all() and number(c.rope.amplitude), "the rope parameters give no usable frequencies", c.rope)
         if cls is Config:
-            if c.experts_per_token > c.num_experts or c.num_experts % c.n_group or c.topk_group > c.n_group:
-                raise ValueError(f"cannot route to {c.experts_per_token} of {c.num_experts} experts in {c.topk_group} of {c.n_group} groups")
-            if not (c.q_lora_rank is None or type(c.q_lora_rank) is int and c.q_lora_rank > 0):
-                raise ValueError(f"q_lora_rank must be null or a whole number of at least 1, got {c.q_lora_rank!r}")
-            if not all(type(i) is int for i in c.eos):
-                raise ValueError(f"eos_token_id must be a token id or a list of them, got {list(c.eos)}")
-        elif c.num_heads % c.num_kv_heads or not all(type(i) is int for i in (*c.taps, *c.windows)):
-            raise ValueError(f"{c.num_heads} heads over {c.num_kv_heads}, taps {list(c.taps)}, windows {list(c.windows)} do not work")
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as e:
-        raise UserError(f"{path}: {e}") from None
+            demand(number(c.rope.softmax_factor), "rope mscale_all_dim must be a number", c.rope.mscale_all_dim)
+            demand(c.q_lora_rank is None or type(c.q_lora_rank) is int and c.q_lora_rank > 0, "q_lora_rank must be null or a size", c.q_lora_rank)
+            demand(all(type(i) is int for i in c.eos), "eos_token_id must be a token id or a list of them", list(c.eos))
+            demand(c.num_experts % c.n_group == 0 and c.topk_group <= c.n_group and c.experts_per_token <= c.num_experts // c.n_group * c.topk_group,
+                   "experts, groups and experts per token do not go together", (c.num_experts, c.n_group, c.topk_group, c.experts_per_token))
+        else:
+            demand(all(type(i) is int for i in c.taps), "target_layer_ids must be whole numbers", list(c.taps))
+            demand(all(type(i) is int and i >= 0 for i in c.windows), "sliding_window must be a whole number", list(c.windows))
+            demand(c.num_heads % c.num_kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads", (c.num_heads, c.num_kv_heads))
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as e:
+        raise UserError(f"{path}: {' '.join(str(e).split())}") from None
     return c
 
 
@@ -138,9 +149,10 @@ def ignored(name: str, layers: int) -> bool:
 
 class Files:
     """The safetensors files of a folder: which tensors they hold, and reading them one at a time."""
+    window = 1 << 30  # bytes read before files are reopened: pages of a mapped file count as ours until it is closed
 
     def __init__(self, folder: Path):
-        self.folder, self.open_files, self.where = Path(folder), {}, {}
+        self.folder, self.open_files, self.where, self.mapped = Path(folder), {}, {}, 0
         if (self.folder / INDEX).exists():  # file names follow no rule; the index alone says what is where
             listing = read_json(self.folder / INDEX).get("weight_map")
             if not isinstance(listing, dict) or not listing:
@@ -193,55 +205,81 @@ class Files:
 
     def read(self, name: str) -> Tensor:
         file, stored = self.where[name]
+        if self.mapped > self.window:
+            self.open_files.clear()
+            self.mapped = 0
         try:
-            return self.open(file).get_tensor(stored)
+            tensor = self.open(file).get_tensor(stored)
         except (SafetensorError, OSError, ValueError) as e:
             raise UserError(f"{self.folder / file}: {stored} cannot be read: {e}") from None
+        self.mapped += tensor.nbytes
+        return tensor
+
+    def fail(self, name: str, what: str):
+        raise UserError(f"{self.folder / self.where[name][0]}: {self.spelling(name)} {what}")
 
 
 # The table between our parameters and the hub's tensors
 
 class Slot(NamedTuple):
     """Where one tensor of the hub lives in a model: the tensor is cat(parts, dim) with the dims up to `dim` flattened."""
-    name: str     # the hub's, without `model.`
-    parts: tuple  # views of our parameters
+    name: str              # the hub's, without `model.`
+    parts: tuple           # views of our parameters
     dim: int = 0
+    exact: bool = False    # kept in the dtype it has: packed words and their scales
+    says: tuple = ()       # no weight, but these numbers: the shape of a packed weight
 
     @property
     def shape(self) -> tuple:
         """The hub's."""
+        if self.says:
+            return (len(self.says),)
         whole = list(self.parts[0].shape)
         whole[self.dim] = sum(p.shape[self.dim] for p in self.parts)
-        joined = 1
-        for n in whole[:self.dim + 1]:
-            joined *= n
-        return (joined, *whole[self.dim + 1:])
+        return (math.prod(whole[:self.dim + 1]), *whole[self.dim + 1:])
 
     def fill(self, tensor: Tensor) -> None:
         whole = tensor.view(*self.parts[0].shape[:self.dim], -1, *self.parts[0].shape[self.dim + 1:])
         for part, piece in zip(self.parts, whole.split([p.shape[self.dim] for p in self.parts], self.dim)):
             part.copy_(piece)
 
+    def saved_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if self.says:
+            return torch.int32
+        if self.exact:
+            return self.parts[0].dtype
+        # the router's bias decides between near ties: the hub keeps it in fp32 everywhere
+        return torch.float32 if self.name.endswith(".e_score_correction_bias") else dtype
+
     def gather(self, dtype: torch.dtype) -> Tensor:
-        return torch.cat([p.detach().to("cpu", dtype) for p in self.parts], self.dim).flatten(0, self.dim)
+        if self.says:
+            return torch.tensor(self.says, dtype=torch.int32)
+        return torch.cat([p.detach().to("cpu", self.saved_dtype(dtype)) for p in self.parts], self.dim).flatten(0, self.dim)
 
 
 def layout(model: nn.Module, stored=()) -> Iterator[Slot]:
-    """Every tensor of the hub that `model` (a Transformer or Drafter) is made of. `stored`: names that the file has;
+    """Every tensor of the hub that `model` (a Transformer or Drafter) is made of. `stored`: names that the files have;
     experts come one by one, or fused per layer as transformers 5 may save them."""
     for path, m in model.named_modules():
         at = f"{path}." if path else ""
         if isinstance(m, Attention):  # kv_b_proj is (H, nope + v, C), per head the key's rows first
             yield Slot(f"{at}kv_b_proj.weight", (m.w_uk, m.w_uv), 1)
         elif isinstance(m, Experts) and f"{at}gate_up_proj" in stored:
-            yield Slot(f"{at}gate_up_proj", (m.gate_up,))                      # (E, 2I, h)
-            yield Slot(f"{at}down_proj", (m.down,))                            # (E, h, I)
+            yield Slot(f"{at}gate_up_proj", (m.gate_up,))                             # (E, 2I, h)
+            yield Slot(f"{at}down_proj", (m.down,))                                   # (E, h, I)
         elif isinstance(m, Experts):
             for e, (gate_up, down) in enumerate(zip(m.gate_up, m.down)):
                 gate, up = gate_up.chunk(2)
-                yield Slot(f"{at}{e}.gate_proj.weight", (gate,))               # (I, h)
+                yield Slot(f"{at}{e}.gate_proj.weight", (gate,))                      # (I, h)
                 yield Slot(f"{at}{e}.up_proj.weight", (up,))
-                yield Slot(f"{at}{e}.down_proj.weight", (down,))               # (h, I)
+                yield Slot(f"{at}{e}.down_proj.weight", (down,))                      # (h, I)
+        elif isinstance(m, PackedExperts):
+            for e, (gate_up, gate_up_scale, down, down_scale) in enumerate(zip(m.gate_up_packed, m.gate_up_scale, m.down_packed, m.down_scale)):
+                gate, up, h, I = *zip(gate_up.chunk(2), gate_up_scale.chunk(2)), len(down), len(gate_up) // 2
+                for which, (words, scale), shape in (("gate", gate, (I, h)), ("up", up, (I, h)), ("down", (down, down_scale), (h, I))):
+                    yield Slot(f"{at}{e}.{which}_proj.weight_packed", (words,), exact=True)  # (out, in/8)
+                    yield Slot(f"{at}{e}.{which}_proj.weight_scale", (scale,), exact=True)   # (out, in/32)
+                    yield Slot(f"{at}{e}.{which}_proj.weight_shape", (), says=shape)
         elif isinstance(m, Drafter):  # kv_proj is (L, 2, G*d, h)
             for i, (k, v) in enumerate(m.kv_proj):
                 yield Slot(f"layers.{i}.self_attn.k_proj.weight", (k,))
@@ -251,19 +289,26 @@ def layout(model: nn.Module, stored=()) -> Iterator[Slot]:
                 yield Slot(at + name, (p,))
 
 
-def check(slots: list, files: Files, layers: int) -> None:
-    """Names, shapes and kinds of what the files hold against what the model needs. Reads no tensor."""
+def check(slots: list, files: Files, layers: float = math.inf) -> None:
+    """Names, shapes and kinds of what the files hold against what the model needs. Reads no tensor. `layers`: tensors of
+    layers from this one on are left alone."""
     missing, wrong, used = [], [], set()
+    def fits(name, shape, kinds):
+        if name not in files:
+            return missing.append(files.spelling(name))
+        used.add(name)
+        if files.kinds[name] not in kinds:
+            wrong.append(f"{files.spelling(name)} is of type {files.kinds[name]}, expected {' or '.join(kinds)}")
+        elif files.shapes[name] != shape:
+            wrong.append(f"{files.spelling(name)} is {list(files.shapes[name])}, the config asks for {list(shape)}")
     for slot in slots:
-        if slot.name not in files:
-            missing.append(files.spelling(slot.name))
-            continue
-        used.add(slot.name)
-        kind, shape = files.kinds[slot.name], files.shapes[slot.name]
-        if kind not in FLOATS:
-            wrong.append(f"{files.spelling(slot.name)} is of type {kind}, expected a float")
-        elif shape != slot.shape:
-            wrong.append(f"{files.spelling(slot.name)} is {list(shape)}, the config asks for {list(slot.shape)}")
+        if slot.says or slot.exact and slot.parts[0].dtype == torch.int32:
+            fits(slot.name, slot.shape, ("I32", "I64") if slot.says else ("I32",))
+        elif files.kinds.get(slot.name) == "F8_E4M3" and len(slot.shape) > 1 and not slot.exact:
+            fits(slot.name, slot.shape, ("F8_E4M3",))
+            fits(f"{slot.name}_scale_inv", (*slot.shape[:-2], -(-slot.shape[-2] // BLOCK), -(-slot.shape[-1] // BLOCK)), FLOATS)
+        else:
+            fits(slot.name, slot.shape, FLOATS)
     unused = [files.spelling(n) for n in files.where if n not in used and not ignored(n, layers)]
     problems = [f"{len(names)} tensors {what}: {few(names)}" for what, names in
                 (("are missing", missing), ("do not fit", wrong), ("belong nowhere", unused)) if names]
@@ -271,13 +316,29 @@ def check(slots: list, files: Files, layers: int) -> None:
         raise UserError(f"{files.folder}: " + "; ".join(problems))
 
 
-def fill(slots: Iterator[Slot], files: Files) -> None:
+def fill(slots: list, files: Files, what: str) -> None:
     """Streams every tensor into its place, one at a time."""
-    for slot in slots:
-        slot.fill(files.read(slot.name))
+    began = shown = time.monotonic()
+    for i, slot in enumerate(slots):
+        tensor = files.read(slot.name)
+        if slot.says:
+            if tuple(tensor.tolist()) != slot.says:
+                files.fail(slot.name, f"says {tensor.tolist()}, the config asks for {list(slot.says)}")
+            continue
+        if tensor.dtype == torch.float8_e4m3fn:  # dense from here on; on its device, where that is quick
+            scale = files.read(f"{slot.name}_scale_inv").to(slot.parts[0].device)
+            if not scale.isfinite().all():
+                files.fail(f"{slot.name}_scale_inv", "has values that are not finite")
+            tensor = dequantize_fp8(tensor.to(slot.parts[0].device), scale)
+        slot.fill(tensor)
         for part in slot.parts:  # a sum needs no second copy, and one bad value spoils it
-            if not part.sum(dtype=torch.float32 if part.dtype == torch.float16 else None).isfinite():
-                raise UserError(f"{files.folder / files.where[slot.name][0]}: {files.spelling(slot.name)} has values that are not finite in {part.dtype}")
+            if part.is_floating_point() and not part.sum(dtype=torch.float32 if part.dtype == torch.float16 else None).isfinite():
+                files.fail(slot.name, f"has values that are not finite in {str(part.dtype).removeprefix('torch.')}")
+        if sys.stderr.isatty() and time.monotonic() - shown > 0.2:
+            shown = time.monotonic()
+            print(f"\r\033[K{what}: {i + 1} of {len(slots)} tensors, {shown - began:.0f} s", end="", file=sys.stderr, flush=True)
+    if shown > began:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def on_meta(build, config, dtype: torch.dtype) -> nn.Module:
@@ -300,9 +361,15 @@ def load_target(folder: Path, device="cpu", dtype: torch.dtype = torch.float32) 
     tied = config.tie and "lm_head.weight" not in files  # the head is loaded wherever it is present
     if tied:
         model.lm_head = None
+    for path, m in model.named_modules():
+        first = f"{path}.experts.0.gate_proj.weight"
+        if isinstance(m, MoE) and f"{first}_packed" in files:
+            with torch.device("meta"):
+                scale_dtype = FLOATS.get(files.kinds.get(f"{first}_scale"), torch.bfloat16)
+                m.experts = PackedExperts(config.num_experts, config.expert_ffn, config.hidden_size, scale_dtype)
     check(list(layout(model, files)), files, config.num_layers)
     model.to_empty(device=device)
-    fill(layout(model, files), files)
+    fill(list(layout(model, files)), files, "loading the target")
     if tied:
         model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
         model.lm_head.weight = model.embed_tokens.weight
@@ -322,7 +389,7 @@ def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dty
     folder = Path(folder)
     architecture = str((read_config(folder).get("architectures") or [""])[0])
     if "eagle" in architecture.lower():
-        raise UserError(f"{folder}: {architecture} is an Eagle drafter; only DFlash drafters are supported")
+        raise UserError(f"{folder / 'config.json'}: {architecture} is an Eagle drafter; only DFlash drafters are supported")
     files = Files(folder)
     for name in files.where:
         for part in name.split("."):
@@ -336,9 +403,9 @@ def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dty
             draft.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         if "lm_head.weight" in files:
             draft.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-    check(list(layout(draft)), files, config.num_layers)
+    check(list(layout(draft)), files)
     draft.to_empty(device=device)
-    fill(layout(draft), files)
+    fill(list(layout(draft)), files, "loading the drafter")
     draft.requires_grad_(False)
     own = {name: m for name, m in draft.named_children() if name in ("embed_tokens", "lm_head")}
     draft.share(target)
@@ -370,21 +437,19 @@ def save(slots: list, config: dict, folder: Path, dtype: torch.dtype, prefix, sh
     """config.json, and one file of weights, or an index and shards of at most shard_bytes (or one tensor) each."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    def kept(slot):  # the router's bias decides between near ties, so it is stored in fp32 everywhere
-        return torch.float32 if slot.name.endswith(".e_score_correction_bias") else dtype
     shards, size = [[]], 0
     for slot in slots:
-        n = sum(p.numel() for p in slot.parts) * kept(slot).itemsize
+        n = math.prod(slot.shape) * slot.saved_dtype(dtype).itemsize
         if shard_bytes and shards[-1] and size + n > shard_bytes:
             shards, size = shards + [[]], 0
         shards[-1].append(slot)
         size += n
     names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards):
-        save_file({prefix(s.name): s.gather(kept(s)) for s in shard}, folder / f"{name}.part", metadata={"format": "pt"})
+        save_file({prefix(s.name): s.gather(dtype) for s in shard}, folder / f"{name}.part", metadata={"format": "pt"})
         os.replace(folder / f"{name}.part", folder / name)
     if len(shards) > 1:
-        total = sum(sum(p.numel() for p in s.parts) * kept(s).itemsize for s in slots)
+        total = sum(math.prod(s.shape) * s.saved_dtype(dtype).itemsize for s in slots)
         listing = {prefix(s.name): name for name, shard in zip(names, shards) for s in shard}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": listing}, indent=1) + "\n")
     else:

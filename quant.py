@@ -1,0 +1,88 @@
+"""Quantized weights: fp8 blocks, which become dense when a checkpoint is loaded, and int4 experts, which never do.
+
+A layer of int4 experts stays packed in memory. A forward unpacks the experts that its tokens use, one at a time.
+
+Shapes: T tokens, K experts per token, E experts, I expert width, h hidden size.
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK = 128  # fp8: rows and columns that share a scale; the last block of either may be smaller
+GROUP = 32   # int4: neighbours along the input that share a scale
+WORD = 8     # int4: values in one int32, the first in the lowest bits
+
+
+def dequantize_fp8(weight: Tensor, scale: Tensor) -> Tensor:
+    """weight (…, out, in) float8, scale (…, ceil(out/128), ceil(in/128)) -> fp32."""
+    scale = scale.float().repeat_interleave(BLOCK, -2)[..., :weight.shape[-2], :].repeat_interleave(BLOCK, -1)[..., :weight.shape[-1]]
+    return weight.float().mul_(scale)
+
+
+def unpack_int4(packed: Tensor, scale: Tensor, shape: tuple) -> Tensor:
+    """packed (…, out, in/8) int32 of q + 8, scale (…, out, in/32) -> (…, *shape), shape = (out, in), in the scale's dtype:
+    that of the checkpoint, because the product was meant to be rounded there."""
+    shifts = torch.arange(0, 4 * WORD, 4, dtype=torch.int32, device=packed.device)
+    q = ((packed.unsqueeze(-1) >> shifts) & 15).sub_(8).flatten(-2)[..., :shape[-1]]
+    return (q.to(scale.dtype).unflatten(-1, (-1, GROUP)) * scale.unsqueeze(-1)).flatten(-2)
+
+
+def one_expert(x: Tensor, e: Tensor, gate_up_packed: Tensor, gate_up_scale: Tensor, down_packed: Tensor, down_scale: Tensor) -> Tensor:
+    """Rows x (n, h) through expert e (1,), the only one that is ever dense."""
+    h, I = x.shape[1], down_packed.shape[2] * WORD
+    def dense(packed, scale, shape):
+        return unpack_int4(packed.index_select(0, e).squeeze(0), scale.index_select(0, e).squeeze(0), shape).to(x.dtype)
+    gate, up = F.linear(x, dense(gate_up_packed, gate_up_scale, (2 * I, h))).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, dense(down_packed, down_scale, (h, I)))
+
+
+def own_rows(x: Tensor, weights: Tensor, ids: Tensor, *packed: Tensor) -> Tensor:
+    """Where the host may read the ids (CPU): each expert sees the rows that chose it."""
+    y = x.new_empty(*ids.shape, x.shape[1])                                                           # (T, K, h)
+    for e in ids.unique().split(1):
+        token, k = (ids == e).nonzero(as_tuple=True)
+        y[token, k] = one_expert(x[token], e, *packed)
+    return torch.einsum("tkh,tk->th", y, weights.to(y.dtype))
+
+
+def all_rows(x: Tensor, weights: Tensor, ids: Tensor, *packed: Tensor) -> Tensor:
+    """Where it may not (a captured graph): only static shapes. Each used expert sees all rows, and rows that did not choose
+    it weigh nothing. Reading weights is what costs, and each expert is still read once."""
+    E = packed[0].shape[0]
+    share = x.new_zeros(x.shape[0], E).scatter_(1, ids, weights.to(x.dtype))                          # (T, E)
+    used = torch.zeros(E, device=x.device).index_fill_(0, ids.flatten(), 1).argsort(descending=True, stable=True)
+    out = torch.zeros_like(x)
+    for e in used[:ids.numel()].split(1):  # as many as there can be; those past the used ones add nothing
+        out += one_expert(x, e, *packed) * share.index_select(1, e)
+    return out
+
+
+@torch.library.custom_op("nanograft::packed_experts", mutates_args=())
+def packed_experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up_packed: Tensor, gate_up_scale: Tensor,
+                   down_packed: Tensor, down_scale: Tensor) -> Tensor:
+    """The experts' forward over packed weights. An operator of its own, so that a compiled graph keeps it whole: its loop
+    holds one dense expert at a time, where a compiler might merge the loop's rounds and hold many."""
+    way = own_rows if x.device.type == "cpu" else all_rows
+    return way(x, weights, ids, gate_up_packed, gate_up_scale, down_packed, down_scale)
+
+
+@packed_experts.register_fake
+def _(x, weights, ids, gate_up_packed, gate_up_scale, down_packed, down_scale):
+    return torch.empty_like(x)
+
+
+class PackedExperts(nn.Module):
+    """The routed experts in int4. Takes the place of model.Experts, and keeps the scales as the checkpoint has them."""
+
+    def __init__(self, num_experts: int, width: int, hidden: int, scale_dtype: torch.dtype = torch.bfloat16):
+        super().__init__()
+        def words(rows, columns):
+            return nn.Parameter(torch.empty(num_experts, rows, columns // WORD, dtype=torch.int32), requires_grad=False)
+        def scales(rows, columns):
+            return nn.Parameter(torch.empty(num_experts, rows, columns // GROUP, dtype=scale_dtype), requires_grad=False)
+        self.gate_up_packed, self.gate_up_scale = words(2 * width, hidden), scales(2 * width, hidden)
+        self.down_packed, self.down_scale = words(hidden, width), scales(hidden, width)
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """x (T, h), weights (T, K), ids (T, K) -> (T, h)."""
+        return packed_experts(x, weights, ids, self.gate_up_packed, self.gate_up_scale, self.down_packed, self.down_scale)

@@ -1,0 +1,391 @@
+"""Checkpoints: every layout that is on the hub gives the same logits, both ways, and whatever is wrong ends in one line."""
+import json
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+from checkpoint import INDEX, SINGLE, UserError, load_draft, load_target, read_config, resolve, save_draft, save_target
+from helpers import GOLDEN, TARGETS, fuse_experts, golden_draft, golden_target, kimi_k25, to_fp8, to_int4, with_junk, write
+from model import Config, Transformer
+from quant import PackedExperts
+
+torch.set_num_threads(1)
+
+
+def logits(folder, dtype=torch.float32):
+    ids = torch.arange(26).view(2, 13) * 7 % 256
+    with torch.no_grad():
+        return load_target(folder, dtype=dtype).score(ids)[0]
+
+
+@pytest.fixture(scope="module")
+def twin():
+    """Logits of a golden target as it stands."""
+    return {name: logits(GOLDEN / "targets" / name) for name in TARGETS}
+
+
+# Layouts
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_golden(name):
+    want = load_file(GOLDEN / "targets" / name / "expected.safetensors")
+    with torch.no_grad():
+        got, hidden = load_target(GOLDEN / "targets" / name).score(want["input_ids"])
+    torch.testing.assert_close(got, want["logits"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden, want["hidden"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("shard_bytes", (None, 100_000))
+def test_saved_is_what_was_loaded(name, shard_bytes, tmp_path):
+    source = GOLDEN / "targets" / name
+    save_target(load_target(source), read_config(source), tmp_path, torch.float32, shard_bytes)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 1) == (tmp_path / INDEX).exists() == (shard_bytes is not None)
+    saved = {k: v for f in files for k, v in load_file(f).items()}
+    want = load_file(source / SINGLE)
+    assert saved.keys() == want.keys() and all(torch.equal(saved[k], want[k]) for k in want)
+    assert torch.equal(logits(tmp_path), logits(source))
+
+
+def test_a_new_single_file_replaces_the_old_index(tmp_path):
+    source = GOLDEN / "targets" / "moonlight"
+    save_target(load_target(source), read_config(source), tmp_path, torch.float32, 100_000)
+    save_target(load_target(source), read_config(source), tmp_path, torch.float32)
+    assert not (tmp_path / INDEX).exists() and torch.equal(logits(tmp_path), logits(source))
+
+
+def test_the_bias_stays_fp32(tmp_path):
+    source = GOLDEN / "targets" / "deepseek_v3"
+    model = load_target(source, dtype=torch.bfloat16)
+    assert model.embed_tokens.weight.dtype == torch.bfloat16
+    gate = model.layers[2].mlp.gate
+    assert gate.weight.dtype == gate.e_score_correction_bias.dtype == torch.float32
+    assert torch.equal(gate.e_score_correction_bias, load_file(source / SINGLE)["model.layers.2.mlp.gate.e_score_correction_bias"])
+    save_target(model, read_config(source), tmp_path)
+    kinds = {k: v.dtype for k, v in load_file(tmp_path / SINGLE).items()}
+    assert {k for k, d in kinds.items() if d != torch.bfloat16} == {k for k in kinds if k.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("prefix", ("language_model.", "model.language_model."))
+@pytest.mark.parametrize("shards", (1, 3))
+def test_wrapped(prefix, shards, tmp_path, twin):
+    config, tensors = golden_target("kimi_k2")
+    write(tmp_path, *kimi_k25(config, with_junk(config, tensors), prefix), shards)
+    assert torch.equal(logits(tmp_path), twin["kimi_k2"])
+
+
+@pytest.mark.parametrize("name", ("model-{i}-of-{n}.safetensors", "model-{i:05}-of-{n:06}.safetensors", "part_{i}.safetensors"))
+def test_shard_names_and_junk(name, tmp_path, twin):
+    config, tensors = golden_target("deepseek_v3")
+    write(tmp_path, config, with_junk(config, tensors), 4, name)
+    assert torch.equal(logits(tmp_path), twin["deepseek_v3"])
+
+
+@pytest.mark.parametrize("name", ("glm4_moe_lite", "deepseek_v2_lite"))
+def test_fused_experts(name, tmp_path, twin):
+    config, tensors = golden_target(name)
+    write(tmp_path, config, fuse_experts(tensors))
+    assert torch.equal(logits(tmp_path), twin[name])
+
+
+def test_tied_head(tmp_path, twin):
+    config, tensors = golden_target("moonlight")
+    config["tie_word_embeddings"] = True
+    write(tmp_path / "present", config, tensors)
+    assert torch.equal(logits(tmp_path / "present"), twin["moonlight"])  # a head that is present is loaded, tied or not
+    head = tensors.pop("lm_head.weight")
+    write(tmp_path / "absent", config, tensors)
+    model = load_target(tmp_path / "absent")
+    assert model.lm_head.weight is model.embed_tokens.weight
+    save_target(model, config, tmp_path / "saved", torch.float32)
+    assert load_file(tmp_path / "saved" / SINGLE).keys() == tensors.keys()
+    write(tmp_path / "twin", {**config, "tie_word_embeddings": False}, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert torch.equal(logits(tmp_path / "absent"), logits(tmp_path / "twin")) and not torch.equal(head, model.lm_head.weight)
+    assert "lm_head.weight" in error(write(tmp_path / "untied", {**config, "tie_word_embeddings": False}, tensors))
+
+
+@pytest.mark.parametrize("shards", (1, 3))
+def test_fp8(shards, tmp_path):
+    config, tensors = golden_target("deepseek_v3")
+    quantized, dense = to_fp8(tensors)
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    write(tmp_path / "fp8", config, quantized, shards)
+    write(tmp_path / "dense", config, dense)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(logits(tmp_path / "fp8", dtype), logits(tmp_path / "dense", dtype))
+
+
+@pytest.mark.parametrize("shards", (1, 3))
+def test_int4_stays_packed(shards, tmp_path):
+    config, tensors = golden_target("kimi_k2")
+    packed, dense = to_int4(tensors)
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    write(tmp_path / "int4", *kimi_k25(config, packed), shards)
+    write(tmp_path / "dense", *kimi_k25(config, dense))
+    model = load_target(tmp_path / "int4")
+    experts = [m for m in model.modules() if isinstance(m, PackedExperts)]
+    assert len(experts) == 3 and all(e.gate_up_packed.dtype == torch.int32 and e.down_scale.dtype == torch.bfloat16 for e in experts)
+    torch.testing.assert_close(logits(tmp_path / "int4"), logits(tmp_path / "dense"), rtol=1e-5, atol=1e-5)
+    # and back
+    save_target(model, config, tmp_path / "saved", torch.bfloat16)
+    saved = load_file(tmp_path / "saved" / SINGLE)
+    assert saved.keys() == packed.keys() and all(torch.equal(saved[k], packed[k]) for k in saved)
+
+
+# Drafters
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(GOLDEN / "targets" / "kimi_k2")
+
+
+DRAFTERS = sorted(p.name for p in (GOLDEN / "drafters").iterdir())
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_draft_both_ways(name, target, tmp_path):
+    config, tensors = golden_draft(name)
+    draft = load_draft(write(tmp_path / "a", config, tensors), target)
+    assert draft.embed_tokens is target.embed_tokens and draft.lm_head is target.lm_head
+    assert not any(p.requires_grad for p in draft.parameters()) and not draft.training
+    save_draft(draft, config, tmp_path / "b", torch.float32)
+    saved = load_file(tmp_path / "b" / SINGLE)
+    assert saved.keys() == tensors.keys() and all(torch.equal(saved[k], tensors[k]) for k in saved)
+
+
+def test_golden_draft_outputs(tmp_path):
+    """The values a drafter computes after loading, where a norm that is in the file but not in its place would show."""
+    for name in DRAFTERS:
+        folder = GOLDEN / "drafters" / name
+        want = load_file(folder / "expected.safetensors")
+        config, tensors = golden_target("kimi_k2")
+        config["vocab_size"] = 320
+        for k in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[k] = torch.zeros(320, 64)
+        draft = load_draft(folder, load_target(write(tmp_path / name, config, tensors), dtype=torch.float64), dtype=torch.float64)
+        draft.setup_cache(2, 32)
+        start = torch.full((2,), int(want["context1"]))
+        draft.graft(want["target_hidden"][:, :start[0]].double(), torch.zeros(2, dtype=torch.long))
+        got = draft.hidden(want["block1"].unsqueeze(1).double(), start.unsqueeze(1), draft.k_cache, draft.v_cache).squeeze(1)
+        torch.testing.assert_close(got.float(), want["out1"], rtol=1e-5, atol=1e-5)
+
+
+def test_own_embedding_and_head(target, tmp_path):
+    config, tensors = golden_draft("full_b8")
+    own = {"embed_tokens.weight": torch.randn(256, 64), "lm_head.weight": torch.randn(256, 64)}
+    draft = load_draft(write(tmp_path / "both", config, tensors | own), target)
+    assert torch.equal(draft.embed_tokens.weight, own["embed_tokens.weight"]) and torch.equal(draft.lm_head.weight, own["lm_head.weight"])
+    own.pop("embed_tokens.weight")
+    draft = load_draft(write(tmp_path / "head", config, tensors | own), target)
+    assert draft.embed_tokens is target.embed_tokens and torch.equal(draft.lm_head.weight, own["lm_head.weight"])
+    assert not torch.equal(target.lm_head.weight, own["lm_head.weight"])
+
+
+@pytest.mark.parametrize("changes, says", (
+    ({"hidden_size": 96}, "hidden size is 96, the target's 64"),
+    ({"vocab_size": 320}, "vocabulary is 320, the target's 256"),
+    ({"num_target_layers": 5}, "number of target layers is 5, the target's 4"),
+    ({"dflash_config": {"target_layer_ids": [0, 1, 4], "mask_token_id": 255}}, "taps layer 4, the target has layers 0 to 3"),
+    ({"dflash_config": {"target_layer_ids": [0, 1, 3], "mask_token_id": 255}}, "taps the last layer, 3"),
+    ({"dflash_config": {"target_layer_ids": [0, 1, 1], "mask_token_id": 255}}, "distinct"),
+    ({"dflash_config": {"target_layer_ids": [-1, 1, 2], "mask_token_id": 255}}, ">= 0"),
+    ({"dflash_config": {"target_layer_ids": ["0", "1", "2"], "mask_token_id": 255}}, "config.json"),
+    ({"dflash_config": {"mask_token_id": 255}}, "target_layer_ids"),
+    ({"dflash_config": {"target_layer_ids": [0, 1, 2]}}, "mask_token_id"),
+    ({"dflash_config": {"target_layer_ids": [0, 1, 2], "mask_token_id": 256}}, "mask id is 256, the embedding has 256 rows"),
+    ({"dflash_config": {"target_layer_ids": [0, 1, 2], "mask_token_id": -1}}, "mask_id must be a whole number of at least 0, got -1"),
+    ({"block_size": 1}, "block_size"),
+    ({"block_size": None}, "block_size"),
+    ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got (4, 3)"),
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, "Eagle")))
+def test_wrong_pairs(changes, says, target, tmp_path):
+    line = error(write(tmp_path / "draft", *golden_draft("full_b8", **changes)), target)
+    assert says in line and "draft" in line
+
+
+@pytest.mark.parametrize("name, kind", (
+    ("markov_head.weight", "DSpark"), ("confidence_head.proj.weight", "DSpark"), ("logit_head.weight", "DSpark"),
+    ("layers.0.attention_conv.weight", "DFlash2"), ("layers.1.mlp_conv.weight", "DFlash2"), ("candidate_selector.weight", "DFlash2"),
+    ("layers.0.self_attn.sinks", "attention sinks"), ("midlayer.hidden_norm.weight", "Eagle")))
+def test_extensions_are_refused_by_name(name, kind, target, tmp_path):
+    config, tensors = golden_draft("full_b8")
+    line = error(write(tmp_path, config, tensors | {name: torch.ones(2)}), target)
+    assert name in line and kind in line
+
+
+# Errors
+
+def error(folder, target=None) -> str:
+    with pytest.raises(UserError) as e:
+        load_target(folder) if target is None else load_draft(folder, target)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_missing_and_unused_name_the_tensors(tmp_path):
+    config, tensors = golden_target("moonlight")
+    tensors["model.layers.1.mlp.gate.weights"] = tensors.pop("model.layers.1.mlp.gate.weight")
+    line = error(write(tmp_path, config, tensors))
+    assert "1 tensors are missing: model.layers.1.mlp.gate.weight;" in line and "1 tensors belong nowhere: model.layers.1.mlp.gate.weights" in line
+
+
+def test_many_are_counted(tmp_path):
+    config, tensors = golden_target("moonlight")
+    write(tmp_path, config, {k: v for k, v in tensors.items() if ".mlp.experts." not in k})
+    assert re.search(r"72 tensors are missing: model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight, .* and 69 more", error(tmp_path))
+
+
+def test_the_same_tensor_twice(tmp_path):
+    config, tensors = golden_target("moonlight")
+    write(tmp_path, config, tensors | {"language_model.model.norm.weight": torch.ones(64)})
+    assert "are the same tensor" in error(tmp_path)
+
+
+def test_no_weights(tmp_path):
+    shutil.copy(GOLDEN / "targets" / "moonlight" / "config.json", tmp_path)
+    assert "neither" in error(tmp_path)
+
+
+def fuzz_cases():
+    """(base, corruption) pairs; a corruption gets (config, tensors, folder, random) and edits them, before or after writing."""
+    def rename(c, t, r):
+        k = r.choice(sorted(t))
+        t[r.choice((k + "x", k.replace("layers", "layer"), k.replace("weight", "wait"), "x." + k))] = t.pop(k)
+    def missing(c, t, r):
+        t.pop(r.choice([k for k in sorted(t)]))
+    def extra(c, t, r):
+        t[r.choice(sorted(t)).rsplit(".", 1)[0] + r.choice((".bias", ".zero_point", ".lora_A"))] = torch.zeros(3)
+    def transposed(c, t, r):
+        k = r.choice([k for k in sorted(t) if t[k].dim() == 2 and t[k].shape[0] != t[k].shape[1]])
+        t[k] = t[k].T
+    def reshaped(c, t, r):
+        k = r.choice(sorted(t))
+        t[k] = t[k].flatten() if t[k].dim() > 1 else t[k].unsqueeze(0)
+    def cut_rows(c, t, r):
+        k = r.choice(sorted(t))
+        t[k] = t[k][:-1]
+    def kind(c, t, r):
+        k = r.choice([k for k in sorted(t) if not k.endswith("weight_shape")])
+        t[k] = t[k].float().to(r.choice((torch.int64, torch.int8, torch.bool, torch.uint8))) if t[k].is_floating_point() else t[k].float()
+    def fp8_without_scale(c, t, r):
+        k = r.choice([k for k in sorted(t) if t[k].dim() == 2 and t[k].dtype in (torch.float32, torch.bfloat16) and "scale" not in k])
+        t[k] = t[k].to(torch.float8_e4m3fn)
+    def spoiled(c, t, r):
+        k = r.choice([k for k in sorted(t) if t[k].is_floating_point() and t[k].dtype != torch.float8_e4m3fn])
+        t[k] = t[k].clone()
+        t[k].view(-1)[r.randrange(t[k].numel())] = r.choice((float("nan"), float("inf"), -float("inf")))
+    def scale(c, t, r):
+        k = r.choice([k for k in sorted(t) if "scale" in k] or ["model.norm.weight" if "model.norm.weight" in t else "norm.weight"])
+        t[k] = torch.full_like(t[k], float("nan"))
+    def drop_key(c, t, r):
+        c = c.get("text_config", c)
+        c.pop(r.choice(sorted({"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "rms_norm_eps"} & c.keys())))
+    def bad_value(c, t, r):
+        c = c.get("text_config", c)
+        k = r.choice(sorted({"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "rms_norm_eps",
+                             "kv_lora_rank", "moe_intermediate_size", "n_routed_experts", "head_dim", "num_experts_per_tok"} & c.keys() - {"head_dim"}))
+        c[k] = r.choice((-1, 0, "64", [64], {"a": 1}, float("nan"), True))
+    def other_size(c, t, r):
+        c = c.get("text_config", c)
+        k = r.choice(sorted({"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"} & c.keys()))
+        c[k] += r.choice((1, 2))
+    def rope(c, t, r):
+        c = c.get("text_config", c)
+        c.pop("rope_parameters", None)
+        c["rope_scaling"] = r.choice(({"type": "linear", "factor": 2}, {"type": "yarn"}, {"type": "yarn", "factor": -2}, "yarn", {"type": "yarn", "factor": "x"}))
+    def architecture(c, t, r):
+        c["architectures"] = r.choice((["LlamaForCausalLM"], [], ["Qwen3NextForCausalLM"], [3])) if "dflash_config" not in c else ["LlamaForCausalLMEagle3"]
+    def truncated(folder, r):
+        f = r.choice(sorted(folder.glob("*.safetensors")))
+        f.write_bytes(f.read_bytes()[:r.choice((0, 4, 100, r.randrange(f.stat().st_size)))])
+    def longer(folder, r):
+        f = r.choice(sorted(folder.glob("*.safetensors")))
+        f.write_bytes(f.read_bytes() + b"\0" * 8)
+    def header_length(folder, r):
+        f = r.choice(sorted(folder.glob("*.safetensors")))
+        f.write_bytes(struct.pack("<Q", r.choice((0, 3, 1 << 40, 1 << 63))) + f.read_bytes()[8:])
+    def header(folder, r):
+        f = r.choice(sorted(folder.glob("*.safetensors")))
+        b = bytearray(f.read_bytes())
+        at = b.index(r.choice((b'"dtype"', b'"shape"', b'"data_offsets"')))
+        b[at + 1] = 0xFF
+        f.write_bytes(bytes(b))
+    def no_file(folder, r):
+        r.choice(sorted(folder.glob("*.safetensors"))).unlink()
+    def text_file(folder, r):
+        r.choice(sorted(folder.glob("*.safetensors"))).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    def folder_for_file(folder, r):
+        f = r.choice(sorted(folder.glob("*.safetensors")))
+        f.unlink()
+        f.mkdir()
+    def bad_json(folder, r):
+        f = r.choice(sorted(folder.glob("*.json")))
+        f.write_bytes(r.choice((b"", b"{", f.read_bytes()[:-2], b"[]", b"\xff\xfe{}", b"null", b"[" * 100000)))
+    def no_config(folder, r):
+        (folder / "config.json").unlink()
+    def index(folder, r):
+        listing = json.loads((folder / INDEX).read_text())
+        names = listing["weight_map"]
+        k = r.choice(sorted(names))
+        others = sorted(set(names.values()) - {names[k]})
+        edit = r.randrange(6)
+        if edit == 0: names.pop(k)
+        if edit == 1: names[k] = r.choice(others)
+        if edit == 2: names[k] = r.choice(("nowhere.safetensors", "../" + names[k], "", 5, None))
+        if edit == 3: names[k + ".extra"] = names[k]
+        if edit == 4: listing["weight_map"] = r.choice(({}, [], None, "x"))
+        if edit == 5: listing.pop("weight_map")
+        (folder / INDEX).write_text(json.dumps(listing))
+    before = (rename, missing, extra, transposed, reshaped, cut_rows, kind, fp8_without_scale, spoiled, scale, drop_key, bad_value, other_size, rope, architecture)
+    after = (truncated, longer, header_length, header, no_file, text_file, folder_for_file, bad_json, no_config)
+    for base in ("plain", "sharded", "fp8", "int4", "draft"):
+        for f in before + after + ((index,) * 3 if base in ("sharded", "int4") else ()):
+            for n in range(2):
+                yield base, f, f in before, n
+
+
+@pytest.fixture(scope="module")
+def bases():
+    v3, kimi = golden_target("deepseek_v3"), golden_target("kimi_k2")
+    return {"plain": (*golden_target("moonlight"), 1), "sharded": (*v3, 3), "fp8": (v3[0], to_fp8(v3[1])[0], 1),
+            "int4": (*kimi_k25(kimi[0], to_int4(kimi[1])[0]), 4), "draft": (*golden_draft("sliding_b16"), 1)}
+
+
+def test_fuzz(bases, target, tmp_path):
+    """Over 200 corruptions: each ends in one line that names the file or the tensor."""
+    count = 0
+    for base, corrupt, before, n in fuzz_cases():
+        r = random.Random(f"{base} {corrupt.__name__} {n} {count}")
+        config, tensors, shards = bases[base]
+        config, tensors, folder = json.loads(json.dumps(config)), dict(tensors), tmp_path / str(count)
+        junk = {k: tensors.pop(k) for k in list(tensors) if k.startswith(("vision_tower", "mm_projector"))}  # corrupt what matters
+        if before:
+            corrupt(config, tensors, r)
+        write(folder, config, tensors | junk, shards)
+        if not before:
+            corrupt(folder, r)
+        case = f"{base} {corrupt.__name__} {n}"
+        try:
+            load_draft(folder, target) if base == "draft" else load_target(folder)
+        except UserError as e:
+            line = str(e)
+        except Exception as e:
+            raise AssertionError(f"{case}: {e!r}") from e
+        else:
+            raise AssertionError(f"{case}: loaded in silence")
+        assert "\n" not in line and len(line) < 600, f"{case}: {line}"
+        named = str(folder) in line and (re.search(r"config\.json|safetensors|tensors are missing: (\w+\.)+weight", line) or any(k in line for k in {**tensors, **bases[base][1]}))
+        assert named or "does not fit the target" in line, f"{case}: {line}"
+        shutil.rmtree(folder)
+        count += 1
+    assert count >= 200
