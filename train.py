@@ -23,6 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoint import UserError, load_target, save_draft, save_target
+from ddtree import build_tree
+from draft import DraftConfig, Drafter
+from generate import generate
 from model import Config, Router, Transformer
 
 END, MASK = "<|endoftext|>", "<|mask|>"
@@ -140,16 +144,20 @@ class Optimizer:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.matrices = [p for n, p in named if p.dim() > 1 and n.startswith(inner)]
         rest = [p for n, p in named if not (p.dim() > 1 and n.startswith(inner))]
-        self.views = [[torch.nn.Parameter(m) for m in (p.data.unbind(0) if p.dim() == 3 else [p.data])] for p in self.matrices]
+        self.views = [[torch.nn.Parameter(m) for m in self.split(p.data)] for p in self.matrices]
         self.parts = [torch.optim.Muon([v for views in self.views for v in views], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
                       torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
         self.params = [p for _, p in named]
+
+    @staticmethod
+    def split(t: Tensor) -> tuple:
+        return t.reshape(-1, *t.shape[-2:]).unbind(0)
 
     def step(self, lr: float) -> None:
         """One update at this learning rate, gradients clipped to norm 1 and then dropped."""
         torch.nn.utils.clip_grad_norm_(self.params, 1.0)
         for p, views in zip(self.matrices, self.views):
-            for v, g in zip(views, p.grad.unbind(0) if p.dim() == 3 else [p.grad]):
+            for v, g in zip(views, self.split(p.grad)):
                 v.grad = g
         for part in self.parts:
             for group in part.param_groups:
@@ -219,20 +227,193 @@ def train_target(args) -> None:
         if time.time() - saved > 120 or step + 1 == steps:
             save_atomically({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
             saved = time.time()
+    save_target(model, TARGET, Path(args.out) / "target")
+    write_tokenizer(tokenizer, Path(args.out) / "target")
 
 
-def main() -> None:
+def write_tokenizer(tokenizer, folder: Path) -> None:
+    """tokenizer.json and the small files that say which token ends a text."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": TARGET["max_position_embeddings"]}, indent=2) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": TARGET["eos_token_id"], "do_sample": False}, indent=2) + "\n")
+
+
+# The target's own text
+
+TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of successive shards; a drafter meets greedy and sampled decoding
+SHARD, LENGTH = 128, 256             # sequences per shard, tokens per sequence
+
+
+def write_data(args) -> None:
+    """Shards of (128, 256) tokens: a prompt from the training text, then the target's own continuation."""
+    folder = Path(args.work) / "data"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = load_target(Path(args.out) / "target", "cpu", torch.bfloat16)
+    _, text, _ = prepare_text(Path(args.work), target.config.vocab_size)
+    shards, began, made = args.steps or 160, time.time(), 0
+    for shard in range(shards):
+        path = folder / f"{shard:05}.pt"
+        if path.exists():
+            continue
+        prompt = (16, 32, 64, 96)[shard // len(TEMPERATURES) % 4]
+        temperature = TEMPERATURES[shard % len(TEMPERATURES)]
+        prompts = windows(text, SHARD, prompt, 2_000_000 + shard)
+        results = generate(target, None, prompts.tolist(), "ar", max_new_tokens=LENGTH - prompt, temperature=temperature,
+                           seed=[shard * SHARD + i for i in range(SHARD)])
+        written = torch.cat((prompts, torch.tensor([r.tokens for r in results])), 1)
+        save_atomically({"tokens": written.short(), "prompt": prompt, "temperature": temperature}, path)
+        made += 1
+        rate = made * SHARD * (LENGTH - prompt) / (time.time() - began)
+        progress(f"data {shard + 1}/{shards} shards  temperature {temperature}  {repeated_share(written[:, prompt:]):.0%} repeated 4-grams  "
+                 f"{rate / 1e3:.1f}k tokens/s  {(shards - shard - 1) * (time.time() - began) / made / 60:.1f} min left", end=shard + 1 == shards)
+
+
+def repeated_share(tokens: Tensor) -> float:
+    """(B, T) -> the share of 4-grams that occurred before in their row: high where the text loops."""
+    grams = [[tuple(row[i:i + 4]) for i in range(len(row) - 3)] for row in tokens.tolist()]
+    return 1 - sum(len(set(g)) for g in grams) / sum(map(len, grams))
+
+
+# The drafter
+
+DRAFT = {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": TARGET["vocab_size"], "hidden_size": TARGET["hidden_size"],
+    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 512, "hidden_act": "silu",
+    "attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "max_position_embeddings": TARGET["max_position_embeddings"],
+    "tie_word_embeddings": False, "block_size": 8, "num_target_layers": TARGET["num_hidden_layers"], "sliding_window": None,
+    "layer_types": ["full_attention"] * 4, "dflash_config": {"target_layer_ids": [1, 3, 5, 7, 8], "mask_token_id": 1}, "torch_dtype": "bfloat16"}
+GAMMA = 4.0  # a depth's weight in the loss falls as exp(-(depth - 1) / GAMMA): what is behind a rejected token is worth nothing
+
+
+def draw_anchors(count: int, first: int, length: int, depths: int, rows: int, seed: int) -> Tensor:
+    """(rows, count) distinct positions of block roots per row, in [first, length - depths): every drafted position has a label."""
+    noise = torch.rand(rows, length - depths - first, generator=torch.Generator().manual_seed(seed))
+    return first + noise.topk(count, -1).indices
+
+
+def draft_loss(draft: Drafter, taps: Tensor, ids: Tensor, logits: Tensor, anchors: Tensor, temperature: Tensor) -> Tensor:
+    """taps (B, T, n*h), ids (B, T), the target's logits (B, T, V), anchors (B, M), temperature (B,) the text was written at.
+    Cross entropy to what the target would say at each drafted position: its distribution where it sampled, its
+    token where it was greedy."""
+    B, T = ids.shape
+    M, D = anchors.shape[1], draft.depths
+    at = anchors.unsqueeze(-1) + torch.arange(D)                                        # (B, M, D) where each depth's label was decided
+    rows = torch.arange(B).view(-1, 1, 1)
+    soft = (logits[rows, at] / temperature.clamp(min=0.1).view(-1, 1, 1, 1)).softmax(-1)  # (B, M, D, V)
+    hard = F.one_hot(ids[rows, at + 1], logits.shape[-1]).to(soft.dtype)
+    labels = torch.where(temperature.view(-1, 1, 1, 1) > 0, soft, hard)
+    entropy = -(labels * block_logits(draft, taps, ids, anchors).float().log_softmax(-1)).sum(-1)  # (B, M, D)
+    weight = torch.exp(-torch.arange(D) / GAMMA)
+    return (entropy * weight).mean() / weight.mean()
+
+
+def block_logits(draft: Drafter, taps: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
+    """One block at every anchor (B, M), by the code that `propose` runs -> logits (B, M, D, V)."""
+    B, T = ids.shape
+    blocks = torch.full((*anchors.shape, draft.block), draft.config.mask_id)
+    blocks = torch.cat((ids.gather(1, anchors).unsqueeze(-1), blocks[..., 1:]), -1)     # root, mask, mask, …
+    k, v = draft.context(taps, torch.arange(T).expand(B, T))
+    return draft.logits(draft.blocks(blocks, anchors, k, v))
+
+
+@torch.no_grad()
+def read_target(target: Transformer, ids: Tensor, taps: tuple) -> tuple:
+    """ids (B, T) -> logits (B, T, V) fp32, taps (B, T, n*h) fp32."""
+    logits, hidden = target.score(ids, expanded=True)
+    return logits.float(), torch.cat([hidden[i + 1] for i in taps], -1).float()
+
+
+@torch.no_grad()
+def held_out_acceptance(draft: Drafter, target: Transformer, shards: list, budget: int) -> tuple:
+    """Tokens per round (root included) of the chain and of a tree, on text the target wrote: a draft is accepted when
+    it is the token that follows. `bench.py` measures the same with the engine itself."""
+    chain, tree = [], []
+    for s in shards:
+        ids = s["tokens"][:32].long()
+        logits, taps = read_target(target, ids, draft.config.taps)
+        anchors = draw_anchors(24, s["prompt"], ids.shape[1], draft.depths, len(ids), 0)
+        labels = ids[torch.arange(len(ids)).view(-1, 1, 1), anchors.unsqueeze(-1) + 1 + torch.arange(draft.depths)].flatten(0, 1)
+        marginals = block_logits(draft, taps, ids, anchors).float().flatten(0, 1)                    # (B*M, D, V)
+        chain.append((marginals.argmax(-1) == labels).cumprod(-1).sum(-1).float().mean() + 1)
+        t = build_tree(marginals, labels[:, 0], budget)
+        match = t.tokens == labels.gather(1, (t.depth - 1).clamp(min=0))
+        match[:, 0] = True
+        tree.append((~(t.ancestors & ~match.unsqueeze(1)).any(-1)).sum(-1).float().mean())
+    return float(sum(chain) / len(chain)), float(sum(tree) / len(tree))
+
+
+def train_draft(args) -> None:
+    work, out, steps, anchors = Path(args.work), Path(args.out), args.steps or 1600, args.anchors
+    target = load_target(out / "target", "cpu", torch.bfloat16)
+    wide = load_target(out / "target", "cpu", torch.float32)  # its embedding and head, at the drafter's precision
+    files = sorted((work / "data").glob("*.pt"))
+    if len(files) < 8:
+        raise UserError(f"{work / 'data'} holds {len(files)} shards; run `python train.py data` first")
+    held_out, data = [torch.load(f) for f in files[:4]], [torch.load(f) for f in files[4:]]  # one of each temperature held out
+    torch.manual_seed(0)
+    draft = Drafter(DraftConfig.from_dict(DRAFT))
+    draft.init_weights(torch.Generator().manual_seed(0))
+    draft.share(wide)
+    optimizer, path, start = Optimizer(draft, ("layers.", "fc.", "kv_proj"), args.lr), work / "draft.pt", 0
+    if path.exists():
+        state = torch.load(path)
+        draft.load_state_dict(state["model"], strict=False)
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+
+    def loss_of(taps, ids, logits, at, temperature):
+        with torch.autocast("cpu", torch.bfloat16):
+            return draft_loss(draft, taps, ids, logits, at, temperature)
+    compiled = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
+    began, saved, smooth, rows = time.time(), time.time(), None, args.tokens // LENGTH
+    print(f"draft: {draft.num_params() / 1e6:.2f} M parameters, {len(data)} shards of {SHARD} sequences, steps {start} to {steps}", file=sys.stderr)
+    for step in range(start, steps):
+        pick = torch.Generator().manual_seed(3_000_000 + step)
+        parts = [data[i] for i in torch.randint(len(data), (4,), generator=pick).tolist()]  # a batch mixes temperatures
+        ids = torch.cat([s["tokens"][torch.randperm(SHARD, generator=pick)[:rows // 4]].long() for s in parts])
+        at = torch.cat([draw_anchors(anchors, s["prompt"] - 1, LENGTH, draft.depths, rows // 4, 4_000_000 + 4 * step + i) for i, s in enumerate(parts)])
+        temperature = torch.tensor([s["temperature"] for s in parts]).repeat_interleave(rows // 4)
+        logits, taps = read_target(target, ids, draft.config.taps)
+        loss = compiled(taps, ids, logits, at, temperature)
+        loss.backward()
+        optimizer.step(schedule(step, steps, args.lr))
+        smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
+        done = step + 1 - start
+        if done % 10 == 0 or done <= 3:
+            progress(f"draft {step + 1}/{steps}  loss {smooth:.3f}  {(time.time() - began) / done:.2f} s/step  "
+                     f"{(steps - step - 1) * (time.time() - began) / done / 60:.1f} min left")
+        if (step + 1) % 200 == 0 or step + 1 == steps:
+            figures = "  ".join(f"temperature {s['temperature']}: chain {c:.2f}, tree of 32 {t:.2f}"
+                                for s in held_out[:2] for c, t in [held_out_acceptance(draft, target, [s], 32)])
+            progress(f"draft {step + 1}/{steps}  held-out tokens per round: {figures}", end=True)
+        if time.time() - saved > 120 or step + 1 == steps:
+            save_atomically({"model": draft.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
+            saved = time.time()
+    save_draft(draft, DRAFT, out / "draft")
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("step", choices=("target", "data", "draft"))
-    parser.add_argument("--work", default="out")
-    parser.add_argument("--out", default="checkpoints/tiny")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--work", default="out", help="work files: text, shards, resumable states (default out)")
+    parser.add_argument("--out", default="checkpoints/tiny", help="where target/ and draft/ are written")
+    parser.add_argument("--steps", type=int, help="optimizer steps, or shards of data (default: those of the bundled pair)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
+    parser.add_argument("--anchors", type=int, default=48, help="draft blocks per sequence")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="compile the step: slow to start, then faster")
     args = parser.parse_args()
-    {"target": train_target}[args.step](args)
+    try:
+        {"target": train_target, "data": write_data, "draft": train_draft}[args.step](args)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from the last saved state", file=sys.stderr)
+        return 130
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
