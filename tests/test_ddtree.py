@@ -1,0 +1,216 @@
+"""The tree against the DDTree authors' results, a plain heap, and the chain."""
+import heapq
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ddtree import build_tree, chain, ranked_tokens
+from helpers import GOLDEN
+from verify import accept
+
+E = load_file(GOLDEN / "trees" / "expected.safetensors")
+CASES = sorted({k.split(".")[0] for k in E})
+
+
+def paths(tree, row: int = 0) -> list:
+    """Every node's tokens from below the root down to itself."""
+    found = []
+    for i in range(tree.tokens.shape[1]):
+        line, node = (), i
+        while node > 0:
+            line, node = (int(tree.tokens[row, node]), *line), int(tree.parents[row, node])
+        found.append(line)
+    return found
+
+
+def sound(tree) -> None:
+    """What every Tree promises."""
+    B, N = tree.tokens.shape
+    for row in range(B):
+        lines, parents = paths(tree, row), tree.parents[row].tolist()
+        assert len(set(lines)) == N                                                  # siblings differ
+        assert parents[0] == -1 and all(0 <= p < i for i, p in enumerate(parents[1:], 1))
+        assert tree.depth[row].tolist() == [len(line) for line in lines] and max(map(len, lines)) <= tree.max_depth
+        for i in range(N):
+            assert tree.ancestors[row, i].tolist() == [lines[i][:len(lines[j])] == lines[j] for j in range(N)]
+
+
+def heap_tree(marginals: torch.Tensor, budget: int) -> set:
+    """Best-first, one node at a time: pop the best prefix, push its first child and its next sibling. marginals (D, V)."""
+    logp = (marginals.float() - marginals.float().logsumexp(-1, keepdim=True)).numpy()
+    order = [sorted(range(len(row)), key=lambda v: (-row[v], v)) for row in logp]
+    heap, taken = [(-logp[0][order[0][0]], (0,))], []
+    def score(ranks):
+        total = logp[0][order[0][ranks[0]]]
+        for d, r in enumerate(ranks[1:], 1):
+            total = total + logp[d][order[d][r]]
+        return total
+    while heap and len(taken) < budget:
+        _, ranks = heapq.heappop(heap)
+        taken.append(tuple(order[d][r] for d, r in enumerate(ranks)))
+        if len(ranks) < len(order):
+            heapq.heappush(heap, (-score(ranks + (0,)), ranks + (0,)))
+        if ranks[-1] + 1 < len(order[0]):
+            heapq.heappush(heap, (-score(ranks[:-1] + (ranks[-1] + 1,)), ranks[:-1] + (ranks[-1] + 1,)))
+    return set(taken)
+
+
+def random_marginals(seed: int) -> tuple:
+    g = torch.Generator().manual_seed(seed)
+    D, V = int(torch.randint(1, 9, (), generator=g)), int(torch.randint(2, 60, (), generator=g))
+    budget = int(torch.randint(1, 70, (), generator=g))
+    return torch.randn(D, V, generator=g) * float(torch.rand((), generator=g) * 5 + 0.2), budget
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tree_equals_golden(case):
+    logits, budget, tokens, parents = (E[f"{case}.{k}"] for k in ("logits", "budget", "tokens", "parents"))
+    root = torch.tensor([7])
+    tree = build_tree(logits.unsqueeze(0), root, int(budget))
+    sound(tree)
+    assert tree.tokens[0, 0] == 7
+    lines = [()]
+    for token, parent in zip(tokens.tolist(), parents.tolist()[1:]):
+        lines.append((*lines[parent], token))
+    ours = paths(tree)
+    assert set(ours) == set(lines) and len(ours) == len(lines)
+    to_theirs = torch.tensor([lines.index(line) for line in ours])
+    assert torch.equal(tree.ancestors[0], E[f"{case}.ancestors"][to_theirs][:, to_theirs])
+    assert torch.equal(tree.depth[0, 1:], E[f"{case}.depths"][to_theirs[1:] - 1])
+
+    path, accepted, next_root = accept(tree, E[f"{case}.target_tokens"][to_theirs].unsqueeze(0))
+    walk = [lines[i] for i in E[f"{case}.accepted"].tolist()]
+    assert [ours[i] for i in path[0, :accepted + 1]] == walk and next_root.item() == E[f"{case}.next_token"]
+
+
+def test_tree_equals_a_heap_in_300_random_cases():
+    for seed in range(300):
+        marginals, budget = random_marginals(seed)
+        tree = build_tree(marginals.unsqueeze(0), torch.tensor([0]), budget)
+        assert set(paths(tree)[1:]) == heap_tree(marginals, budget), f"case {seed}"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tree_keeps_its_promises(seed):
+    marginals, budget = random_marginals(seed)
+    sound(build_tree(marginals.unsqueeze(0), torch.tensor([3]), budget))
+    sound(build_tree(marginals.unsqueeze(0), torch.tensor([3]), budget + len(marginals), spine=True))
+
+
+@pytest.mark.parametrize("spine", [False, True])
+def test_tree_in_a_batch_equals_the_tree_alone(spine):
+    marginals, root = torch.randn(5, 6, 40, generator=torch.Generator().manual_seed(0)) * 3, torch.arange(5)
+    whole = build_tree(marginals, root, 24, spine)
+    sound(whole)
+    for row in range(5):
+        alone = build_tree(marginals[row:row + 1], root[row:row + 1], 24, spine)
+        for a, b in zip(alone[:4], whole[:4]):
+            assert torch.equal(a[0], b[row])
+
+
+def test_spine_is_the_top_chain_and_the_rest_is_best_first():
+    """The chain first; the other places go to the best prefixes outside it."""
+    for seed in range(60):
+        marginals, budget = random_marginals(seed)
+        D, V = marginals.shape
+        budget = min(budget + D, sum(V ** d for d in range(1, D + 1)))
+        top = tuple(marginals.argmax(-1).tolist())
+        spine = {top[:d] for d in range(1, D + 1)}
+        ours = set(paths(build_tree(marginals.unsqueeze(0), torch.tensor([0]), budget, spine=True))[1:])
+        assert spine <= ours and len(ours) == budget
+        n = budget - D  # best-first trees grow by one prefix a time: the smallest that holds n prefixes outside the spine
+        while len(heap_tree(marginals, n) - spine) < budget - D:
+            n += 1
+        assert ours == spine | heap_tree(marginals, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_width_one_tree_is_the_chain(dtype):
+    """A spine with no budget left over, and a best-first tree over peaked marginals: byte for byte the chain of top tokens."""
+    marginals, root = torch.randn(3, 5, 50, generator=torch.Generator().manual_seed(0)).to(dtype), torch.tensor([9, 8, 7])
+    line = chain(torch.cat((root.unsqueeze(1), marginals.argmax(-1)), 1))
+    peaked = marginals.scatter(-1, marginals.argmax(-1, keepdim=True), 30)
+    for tree in (build_tree(marginals, root, 5, spine=True), build_tree(peaked, root, 5)):
+        for a, b in zip(tree[:4], line[:4]):
+            assert torch.equal(a, b) and a.dtype == b.dtype
+        assert tree.max_depth == line.max_depth
+
+
+def test_budget_one_is_the_best_first_token():
+    marginals = torch.tensor([[[0., 3., 1.], [9., 0., 0.]]])
+    assert paths(build_tree(marginals, torch.tensor([0]), 1)) == [(), (1,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_logits_rank_by_lowest_id(dtype):
+    """In bf16 equals are common: 200 tokens with 7 different logits, and both zeros, which are one value."""
+    g = torch.Generator().manual_seed(0)
+    logits = (torch.randint(-3, 4, (2, 4, 200), generator=g).float() * 0.37).to(dtype)
+    logits[logits == 0] *= torch.where(torch.rand(int((logits == 0).sum()), generator=g) < 0.5, 1.0, -1.0).to(dtype)
+    ids, logp = ranked_tokens(logits, 60)
+    for b in range(2):
+        for d in range(4):
+            row = (logits[b, d].float() + 0.0).tolist()
+            assert ids[b, d].tolist() == sorted(range(200), key=lambda v: (-row[v], v))[:60]
+    assert torch.equal(logp, (logits.float() - logits.float().logsumexp(-1, keepdim=True)).gather(-1, ids))
+
+
+def test_all_tokens_equal():
+    """With nothing to choose by: the lowest ids, and the tree is sound."""
+    tree = build_tree(torch.zeros(1, 3, 8), torch.tensor([5]), 8)
+    sound(tree)
+    assert set(paths(tree)) == {(), *((v,) for v in range(8))}
+    sound(build_tree(torch.zeros(1, 3, 8), torch.tensor([5]), 100))
+
+
+def test_certain_tokens_keep_parents_first():
+    """Where a token has probability 1 the child scores what its parent scores, and still comes after it."""
+    marginals = torch.full((1, 6, 9), -1e4)
+    marginals[:, :, 4] = 1e4
+    for spine in (False, True):
+        for budget in (6, 7, 20):
+            tree = build_tree(marginals, torch.tensor([0]), budget, spine)
+            sound(tree)
+            assert {(4,) * d for d in range(7)} <= set(paths(tree))
+
+
+def test_budget_past_all_prefixes_takes_all():
+    """3 + 9 prefixes exist; the tree holds them all and no more."""
+    tree = build_tree(torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1]), 50)
+    sound(tree)
+    assert tree.tokens.shape == (2, 13)
+
+
+@pytest.mark.parametrize("budget, spine", [(0, False), (-3, False), (4, True)])
+def test_too_small_a_budget_is_refused(budget, spine):
+    with pytest.raises(ValueError, match="budget must be at least"):
+        build_tree(torch.zeros(1, 5, 9), torch.tensor([0]), budget, spine)
+
+
+def test_accept_follows_a_walk():
+    """`accept` looks at all nodes at once; here is the walk, over random trees and targets that agree often."""
+    deepest = 0
+    for seed in range(100):
+        g = torch.Generator().manual_seed(seed)
+        tree = build_tree(torch.randn(3, 4, 4, generator=g), torch.tensor([0, 1, 2]), 40)
+        target = torch.randint(4, tree.tokens.shape, generator=g)
+        path, accepted, root = accept(tree, target)
+        for b in range(3):
+            walk, node = [0], 0
+            while True:
+                child = [j for j in range(tree.tokens.shape[1]) if tree.parents[b, j] == node and tree.tokens[b, j] == target[b, node]]
+                if not child:
+                    break
+                node, = child
+                walk.append(node)
+            assert path[b, :accepted[b] + 1].tolist() == walk and root[b] == target[b, node] and accepted[b] == len(walk) - 1
+        deepest = max(deepest, int(accepted.max()))
+    assert deepest == 4
+
+
+def test_accept_ignores_what_hangs_on_a_refused_node():
+    """A grandchild that matches its refused parent's target token is not accepted."""
+    tree = chain(torch.tensor([[5, 6, 7, 8]]))
+    path, accepted, root = accept(tree, torch.tensor([[6, 9, 8, 1]]))
+    assert accepted.item() == 1 and path[0, :2].tolist() == [0, 1] and root.item() == 9
