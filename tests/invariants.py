@@ -136,7 +136,7 @@ def draft_equals_golden(variant: str, tolerance: float = 1e-5) -> None:
     draft.k_cache.fill_(UNWRITTEN), draft.v_cache.fill_(UNWRITTEN)
     done = 0
     for i in "12":
-        start = int(e[f"context{i}"])
+        start = done + int(e[f"context{i}"])
         draft.graft(e["target_hidden"][:, done:start], torch.full((2,), done))
         x = draft.hidden(e[f"block{i}"].unsqueeze(1), torch.full((2, 1), start), draft.k_cache[:, :, :40], draft.v_cache[:, :, :40])
         close(x.squeeze(1), e[f"out{i}"], tolerance)

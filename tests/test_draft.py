@@ -1,0 +1,158 @@
+"""The drafter against its goldens, its training body against `propose`, and its slots."""
+import pytest
+import torch
+
+import tiny
+from draft import DraftConfig
+from invariants import UNWRITTEN, close, draft_equals_golden
+
+every_kind = pytest.mark.parametrize("kind", tiny.KINDS)
+
+
+def grafted(kind: str, lengths: list, slots: int = 40, **changes) -> tuple:
+    """A drafter with random taps grafted to ragged lengths; its caches hold junk elsewhere. -> drafter, taps, lengths."""
+    draft = tiny.drafter(tiny.target(), kind, **changes)
+    taps = torch.randn(len(lengths), max(lengths), 64, generator=torch.Generator().manual_seed(3)).double()
+    draft.setup_cache(len(lengths), slots)
+    draft.k_cache.fill_(UNWRITTEN), draft.v_cache.fill_(UNWRITTEN)
+    draft.graft(taps, torch.zeros(len(lengths), dtype=torch.long), torch.tensor(lengths))
+    return draft, taps, torch.tensor(lengths)
+
+
+@pytest.mark.parametrize("variant", ["full_b8", "yarn_b8", "sliding_b16", "sliding_bidir_b16"])
+def test_drafter_equals_golden(variant):
+    draft_equals_golden(variant)
+
+
+@every_kind
+def test_training_body_equals_propose(kind):
+    """Many blocks over one context, as training runs them, give what `propose` gives at each prefix."""
+    target = tiny.target()
+    draft = tiny.drafter(target, kind)
+    ids = torch.tensor(tiny.prompts(13, 30, 30))
+    taps = torch.cat([target.score(ids)[1][i + 1] for i in draft.config.taps], -1)
+    anchors = torch.tensor([[0, 1, 4, 9, 17, 29], [29, 3, 2, 11, 5, 20]])
+    k, v = draft.context(taps, torch.arange(30).expand(2, 30))
+    blocks = torch.full((2, 6, draft.block), draft.config.mask_id)
+    blocks[:, :, 0] = ids.gather(1, anchors)
+    trained = draft.logits(draft.blocks(blocks, anchors, k, v))                       # (B, M, D, V)
+    for m in range(6):
+        draft.setup_cache(2, 30)
+        draft.graft(taps, torch.zeros(2, dtype=torch.long), anchors[:, m])
+        close(draft.propose(blocks[:, m, 0], anchors[:, m]), trained[:, m], 1e-11)
+
+
+@every_kind
+def test_slots_of_both_conventions(kind):
+    """`masked`: slot j >= 1 predicts position length + j. `next`: slot j >= 0 predicts length + j + 1. Depth d is always position
+    length + d + 1."""
+    draft, _, length = grafted(kind, [7, 12])
+    ids = torch.tensor([[[5] + [1] * 5], [[9] + [1] * 5]])
+    x = draft.blocks(ids, length.unsqueeze(1), draft.k_cache[:, :, :40], draft.v_cache[:, :, :40])[:, 0]
+    slots = range(0, 6) if kind.startswith("next") else range(1, 6)
+    assert draft.depths == len(slots)
+    marginals = draft.propose(torch.tensor([5, 9]), length)
+    for d, slot in enumerate(slots):
+        close(marginals[:, d], draft.lm_head(x[:, slot]), 1e-11)
+
+
+@every_kind
+def test_propose_sees_the_committed_slots_and_no_others(kind):
+    """A changed slot before `length` (within a full layer's reach) changes the marginals; one from `length` on never does."""
+    draft, _, length = grafted(kind, [7, 12])
+    root = torch.tensor([5, 9])
+    base = draft.propose(root, length)
+    draft.v_cache[:, :, 12:] = -3.0
+    draft.k_cache[:, 0, 7:], draft.v_cache[:, 0, 7:] = 5.0, 5.0
+    assert torch.equal(draft.propose(root, length), base)
+    draft.v_cache[:, 0, 6] += 1.0
+    draft.v_cache[:, 1, 0] += 1.0
+    changed = draft.propose(root, length) - base
+    assert (changed.abs().amax((1, 2)) > 1e-6).all()
+
+
+@pytest.mark.parametrize("kind, sees", [("sliding", "causal"), ("bidirectional", "both"), ("full", "both")])
+def test_what_a_block_slot_sees_of_its_block(kind, sees):
+    """Causal sliding layers hide later slots from earlier ones, bidirectional and full layers show them."""
+    layers = {"layer_types": ["sliding_attention"] * 2} if kind != "full" else {}
+    draft, _, length = grafted(kind, [7], **layers)
+    ids = torch.tensor([[[5, 1, 1, 1, 1, 1]]])
+    other = ids.clone()
+    other[0, 0, 4] = 8
+    out = [draft.blocks(i, length.unsqueeze(1), draft.k_cache[:, :, :7], draft.v_cache[:, :, :7])[0, 0] for i in (ids, other)]
+    earlier = (out[0][:4] - out[1][:4]).abs().amax(-1) > 1e-9
+    assert earlier.any() == (sees == "both")
+    assert ((out[0][4:] - out[1][4:]).abs().amax(-1) > 1e-9).all()
+
+
+def test_sliding_layers_forget():
+    """With window 5 and 2 layers, slot j at position length + j sees keys with q - k < 5 only."""
+    draft, _, length = grafted("sliding", [20], layer_types=["sliding_attention"] * 2)
+    base = draft.propose(torch.tensor([3]), length)
+    draft.v_cache[:, :, :16] += 1.0            # position 20 sees 16 … 20
+    assert torch.equal(draft.propose(torch.tensor([3]), length), base)
+    draft.v_cache[:, :, 16] += 1.0
+    assert not torch.equal(draft.propose(torch.tensor([3]), length), base)
+
+
+def test_graft_in_pieces_equals_graft_at_once():
+    draft, taps, _ = grafted("full", [20, 20])
+    whole = draft.k_cache.clone(), draft.v_cache.clone()
+    draft.k_cache.fill_(UNWRITTEN), draft.v_cache.fill_(UNWRITTEN)
+    for start, end in ((0, 7), (7, 8), (8, 20)):
+        draft.graft(taps[:, start:end], torch.full((2,), start))
+    for got, want in zip((draft.k_cache, draft.v_cache), whole):
+        close(got[:, :, :40], want[:, :, :40], 1e-12)
+
+
+def test_graft_writes_count_tokens_of_each_row():
+    draft, _, lengths = grafted("full", [3, 0, 9])
+    written = (draft.k_cache[:, :, :40] != UNWRITTEN).flatten(3)
+    want = torch.arange(40) < lengths.unsqueeze(1)
+    assert torch.equal(written.all(-1), want.expand(2, -1, -1)) and torch.equal(written.any(-1), want.expand(2, -1, -1))
+
+
+@every_kind
+def test_a_row_proposes_alone_what_it_proposes_in_a_batch(kind):
+    draft, taps, length = grafted(kind, [7, 12, 1])
+    whole = draft.propose(torch.tensor([5, 9, 2]), length)
+    draft.setup_cache(1, 15)
+    draft.graft(taps[1:2], torch.tensor([0]))
+    close(draft.propose(torch.tensor([9]), length[1:2]), whole[1:2], 1e-11)
+
+
+def test_span_is_only_a_bound():
+    draft, _, length = grafted("full", [7, 12])
+    root = torch.tensor([5, 9])
+    close(draft.propose(root, length, 12), draft.propose(root, length, 40), 1e-11)
+
+
+def test_a_lowered_block_drafts_less():
+    """A block below the trained size still runs, in every mode of reading its slots."""
+    for kind, depths in (("full", 3), ("next", 4)):
+        draft, _, length = grafted(kind, [7])
+        draft.block = 4
+        assert draft.propose(torch.tensor([5]), length).shape == (1, depths, 13)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_keys_at_the_top_or_in_dflash_config(own):
+    base = {**tiny.DRAFT, "vocab_size": 13, "hidden_size": 32}
+    keys = {k: base.pop(k) for k in ("target_layer_ids", "mask_token_id", "block_size")}
+    c = DraftConfig.from_dict({**base, "dflash_config": keys} if own else {**base, **keys})
+    assert (c.taps, c.mask_id, c.block, c.slots) == ((0, 1), 1, 6, "masked")
+
+
+@pytest.mark.parametrize("gone", ["target_layer_ids", "mask_token_id", "block_size"])
+def test_no_key_is_guessed(gone):
+    d = {**tiny.DRAFT, "vocab_size": 13, "hidden_size": 32}
+    del d[gone]
+    with pytest.raises(ValueError, match=gone):
+        DraftConfig.from_dict(d)
+
+
+def test_cost_accounting_leaves_out_what_is_shared():
+    draft = tiny.drafter(tiny.target())
+    assert draft.num_params() == sum(p.numel() for p in draft.parameters()) - 2 * 13 * 32
+    assert draft.weight_bytes() == 8 * draft.num_params()
+    assert draft.kv_bytes_per_token() == 2 * 2 * 2 * 8 * 8  # k and v, layers, heads, dims, bytes
