@@ -6,6 +6,7 @@ one `UserError` before memory for the weights is allocated. Tensors stream one a
 
 Shapes: H heads, C latent rank, E experts, I expert width, h hidden size, L draft layers.
 """
+import ctypes
 import json
 import math
 import os
@@ -17,7 +18,6 @@ from typing import Iterator, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draft import DraftConfig, Drafter
@@ -26,6 +26,7 @@ from quant import BLOCK, PackedExperts, dequantize_fp8
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+KINDS = {**FLOATS, "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 class UserError(Exception):
@@ -433,28 +434,46 @@ def check_pair(draft: DraftConfig, target: Config, folder: Path) -> None:
 
 # Saving
 
-def save(slots: list, config: dict, folder: Path, dtype: torch.dtype, prefix, shard_bytes=None) -> None:
+def write_safetensors(path: Path, tensors: dict) -> None:
+    """tensors: name -> (shape, dtype, function that makes it). A header in JSON, then the bytes, one tensor in memory at a
+    time. (The library's own writer holds them all, and needs numpy.)"""
+    names, header, at = {dtype: kind for kind, dtype in KINDS.items()}, {"__metadata__": {"format": "pt"}}, 0
+    for name, (shape, dtype, _) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # the data begins aligned
+    with open(f"{path}.part", "wb") as f:
+        f.write(len(head).to_bytes(8, "little") + head)
+        for shape, dtype, make in tensors.values():
+            tensor = make().contiguous()
+            assert tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype
+            f.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else b"")
+    os.replace(f"{path}.part", path)
+
+
+def save(slots: list, config: dict, folder: Path, dtype: torch.dtype, hub_name, shard_bytes=None) -> None:
     """config.json, and one file of weights, or an index and shards of at most shard_bytes (or one tensor) each."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards, size = [[]], 0
+    def size(slot):
+        return math.prod(slot.shape) * slot.saved_dtype(dtype).itemsize
+    shards, room = [[]], shard_bytes or math.inf
     for slot in slots:
-        n = math.prod(slot.shape) * slot.saved_dtype(dtype).itemsize
-        if shard_bytes and shards[-1] and size + n > shard_bytes:
-            shards, size = shards + [[]], 0
+        if shards[-1] and room < size(slot):
+            shards, room = shards + [[]], shard_bytes
         shards[-1].append(slot)
-        size += n
+        room -= size(slot)
     names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards):
-        save_file({prefix(s.name): s.gather(dtype) for s in shard}, folder / f"{name}.part", metadata={"format": "pt"})
-        os.replace(folder / f"{name}.part", folder / name)
+        write_safetensors(folder / name, {hub_name(s.name): (s.shape, s.saved_dtype(dtype), lambda s=s: s.gather(dtype)) for s in shard})
     if len(shards) > 1:
-        total = sum(math.prod(s.shape) * s.saved_dtype(dtype).itemsize for s in slots)
-        listing = {prefix(s.name): name for name, shard in zip(names, shards) for s in shard}
-        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": listing}, indent=1) + "\n")
+        listing = {hub_name(s.name): name for name, shard in zip(names, shards) for s in shard}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": sum(map(size, slots))}, "weight_map": listing}, indent=1) + "\n")
     else:
         (folder / INDEX).unlink(missing_ok=True)  # a stale index would win over the file just written
-    config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    config = {**{k: v for k, v in config.items() if k != "dtype"}, "torch_dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -3,7 +3,9 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+from checkpoint import write_safetensors
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = sorted(p.name for p in (GOLDEN / "targets").iterdir())
@@ -28,13 +30,14 @@ def write(folder: Path, config: dict, tensors: dict, shards: int = 1, name: str 
     """One file, or an index and shards that tensors are dealt to in turn: the weight and its scale land in different ones."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {k: v.clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
+    def save(file, names):
+        write_safetensors(folder / file, {k: (tensors[k].shape, tensors[k].dtype, lambda t=tensors[k]: t) for k in names})
     if shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save("model.safetensors", tensors)
         return folder
     files = {key: name.format(i=i % shards + 1, n=shards) for i, key in enumerate(tensors)}
     for file in set(files.values()):
-        save_file({k: tensors[k] for k in tensors if files[k] == file}, folder / file, metadata={"format": "pt"})
+        save(file, [k for k in tensors if files[k] == file])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return folder
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import checkpoint
 from checkpoint import INDEX, SINGLE, UserError, load_draft, load_target, read_config, resolve, save_draft, save_target
