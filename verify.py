@@ -45,7 +45,8 @@ def keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     rank = torch.arange(logits.shape[-1], device=logits.device)
     k = torch.where(top_k > 0, top_k, logits.shape[-1]).view(-1, 1, 1)
     p = ordered.values.masked_fill(rank >= k, -math.inf).softmax(-1)
-    kept = (rank < k) & ((p.cumsum(-1) - p < top_p.view(-1, 1, 1)) | (rank == 0))
+    top_p = top_p.view(-1, 1, 1)
+    kept = (rank < k) & ((p.cumsum(-1) - p < top_p) | (top_p >= 1) | (rank == 0))  # a sum that rounds to 1 ends nothing
     return logits.masked_fill(~torch.zeros_like(kept).scatter(-1, ordered.indices, kept), -math.inf)
 
 
