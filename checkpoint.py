@@ -46,9 +46,9 @@ WANTED = ("*.safetensors", "*.json", "tiktoken.model", "chat_template.jinja")  #
 def resolve(name: str) -> Path:
     """An existing folder, or a hub id with an optional @revision, downloaded (or found in the hub's cache)."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    if path.is_dir() and name:
         return path
-    if path.exists():
+    if path.is_file():
         raise UserError(f"{name} is a file; give the folder that holds config.json and the weights")
     hub_id, _, revision = name.partition("@")
     if name.startswith((".", "/", "~")) or hub_id.count("/") > 1 or not hub_id:
@@ -92,11 +92,9 @@ def read_config(folder: Path) -> dict:
     return read_json(Path(folder) / "config.json")
 
 
-def parse_config(cls, folder: Path):
-    """config.json -> Config or DraftConfig, with every number in range: sizes decide what is allocated, and a wrong type
-    would otherwise surface as a traceback many layers down."""
-    path = Path(folder) / "config.json"
-    d = read_config(folder)
+def parse_config(cls, d: dict, path: Path = Path("config.json")):
+    """What config.json holds -> Config or DraftConfig, with every number in range: sizes decide what is allocated, and a
+    wrong type would otherwise surface as a traceback many layers down. `path` is for the message."""
     def demand(good, what, value):
         if not good:
             raise ValueError(f"{what}, got {value!r}")
@@ -353,10 +351,16 @@ def on_meta(build, config, dtype: torch.dtype) -> nn.Module:
         torch.set_default_dtype(before)
 
 
+def keep_packed(moe: MoE, config: Config, scale_dtype: torch.dtype = torch.bfloat16) -> None:
+    """On meta: int4 experts in the place of dense ones."""
+    with torch.device("meta"):
+        moe.experts = PackedExperts(config.num_experts, config.expert_ffn, config.hidden_size, scale_dtype)
+
+
 @torch.no_grad()
 def load_target(folder: Path, device="cpu", dtype: torch.dtype = torch.float32) -> Transformer:
     folder = Path(folder)
-    config = parse_config(Config, folder)
+    config = parse_config(Config, read_config(folder), folder / "config.json")
     files = Files(folder)
     model = on_meta(Transformer, config, dtype)
     tied = config.tie and "lm_head.weight" not in files  # the head is loaded wherever it is present
@@ -364,10 +368,8 @@ def load_target(folder: Path, device="cpu", dtype: torch.dtype = torch.float32) 
         model.lm_head = None
     for path, m in model.named_modules():
         first = f"{path}.experts.0.gate_proj.weight"
-        if isinstance(m, MoE) and f"{first}_packed" in files:
-            with torch.device("meta"):
-                scale_dtype = FLOATS.get(files.kinds.get(f"{first}_scale"), torch.bfloat16)
-                m.experts = PackedExperts(config.num_experts, config.expert_ffn, config.hidden_size, scale_dtype)
+        if isinstance(m, MoE) and f"{first}_packed" in files:  # go by what is there, not by what quantization_config says
+            keep_packed(m, config, FLOATS.get(files.kinds.get(f"{first}_scale"), torch.bfloat16))
     check(list(layout(model, files)), files, config.num_layers)
     model.to_empty(device=device)
     fill(list(layout(model, files)), files, "loading the target")
@@ -388,7 +390,8 @@ EXTENSIONS = {"markov_head": "DSpark", "confidence_head": "DSpark", "logit_head"
 def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dtype = torch.float32) -> Drafter:
     """A drafter that fits `target`: its own embedding and head where its file has them, else the target's, shared."""
     folder = Path(folder)
-    architecture = str((read_config(folder).get("architectures") or [""])[0])
+    raw = read_config(folder)
+    architecture = str((raw.get("architectures") or [""])[0])
     if "eagle" in architecture.lower():
         raise UserError(f"{folder / 'config.json'}: {architecture} is an Eagle drafter; only DFlash drafters are supported")
     files = Files(folder)
@@ -396,7 +399,7 @@ def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dty
         for part in name.split("."):
             if part in EXTENSIONS:
                 raise UserError(f"{folder}: {files.spelling(name)} belongs to an extension ({EXTENSIONS[part]}) that is not supported")
-    config = parse_config(DraftConfig, folder)
+    config = parse_config(DraftConfig, raw, folder / "config.json")
     check_pair(config, target.config, folder)
     draft = on_meta(Drafter, config, dtype)
     with torch.device("meta"):

@@ -6,7 +6,7 @@ import pytest
 
 import chat
 from chat import encode, encode_chat, load_tokenizer, read_messages, render_chat, stop_ids
-from checkpoint import UserError, parse_config
+from checkpoint import UserError, parse_config, read_config
 from helpers import GOLDEN
 from model import Config
 
@@ -106,7 +106,7 @@ def test_a_name_for_two_ids_is_refused(tmp_path):
 # Stop ids
 
 def test_stop_ids(kimi, tmp_path):
-    config = parse_config(Config, GOLDEN / "targets" / "kimi_k2")
+    config = parse_config(Config, read_config(GOLDEN / "targets" / "kimi_k2"))
     assert config.eos == (1,)
     assert stop_ids(KIMI, config, kimi) == (1, 901, 902)  # the config's, [EOS] and <|im_end|>
     for given, want in (([7, 8], (1, 7, 8, 902)), (9, (1, 9, 902)), (None, (1, 902))):

@@ -389,3 +389,115 @@ def test_fuzz(bases, target, tmp_path):
         shutil.rmtree(folder)
         count += 1
     assert count >= 200
+
+
+# Streaming
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_while_loading(tmp_path):
+    """The peak is the model's own storage, plus a window of the file that is being read."""
+    config, _ = golden_target("moonlight")
+    config |= {"hidden_size": 512, "moe_intermediate_size": 256, "n_routed_experts": 16, "num_hidden_layers": 7, "vocab_size": 1000}
+    model = Transformer(Config.from_dict(config))
+    model.init_weights(torch.Generator().manual_seed(0))
+    save_target(model, config, tmp_path, torch.float32)
+    size, window = sum(p.nbytes for p in model.parameters()), 8 << 20
+    code = f"""
+import re, sys, torch
+sys.path.insert(0, {str(Path(checkpoint.__file__).parent)!r})
+from checkpoint import Files, load_target
+torch.set_num_threads(1)
+Files.window = {window}
+load_target({str(GOLDEN / "targets" / "moonlight")!r})  # libraries warm up
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+before = peak()
+model = load_target({str(tmp_path)!r})
+print(peak() - before)
+"""
+    peak = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert size > 100 << 20 and size <= peak + (4 << 20) and peak < size + 3 * window, (size >> 20, peak >> 20)
+
+
+# The hub
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stub of the hub's client: the error or folder it is given, and the arguments it was called with."""
+    import huggingface_hub
+    class Stub:
+        answer, calls = None, []
+        def __call__(self, repo_id, **arguments):
+            self.calls.append((repo_id, arguments))
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return str(self.answer)
+    stub = Stub()
+    stub.calls = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", stub)
+    return stub
+
+
+def test_hub_asks_for_what_is_needed(hub, tmp_path):
+    hub.answer = tmp_path
+    assert resolve("owner/name") == tmp_path and resolve("owner/name@v1.0") == tmp_path and resolve("name") == tmp_path
+    assert [(name, a["revision"]) for name, a in hub.calls] == [("owner/name", None), ("owner/name", "v1.0"), ("name", None)]
+    from fnmatch import fnmatch
+    patterns = hub.calls[0][1]["allow_patterns"]
+    wanted = ("config.json", "generation_config.json", INDEX, "model-1-of-61.safetensors", "tokenizer.json", "tokenizer_config.json", "tiktoken.model", "chat_template.jinja")
+    assert all(any(fnmatch(f, p) for p in patterns) for f in wanted)
+    assert not any(fnmatch(f, p) for p in patterns for f in ("pytorch_model.bin", "modeling_deepseek.py", "README.md", "tokenization_kimi.py", "figures/a.png", "model.gguf", ".gitattributes"))
+
+
+def test_folders_come_first(hub, tmp_path, monkeypatch):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("owner/name") == Path("owner/name") and not hub.calls
+
+
+@pytest.mark.parametrize("name", ("./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c", "../x", ""))
+def test_no_such_folder(name, hub):
+    with pytest.raises(UserError, match="no such model folder"):
+        resolve(name)
+    assert not hub.calls
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="is a file"):
+        resolve(str(tmp_path / "config.json"))
+
+
+def hub_errors() -> list:
+    from huggingface_hub import errors
+    def http(cls):  # these carry a response, whose kind differs between versions of the client
+        error = cls.__new__(cls)
+        Exception.__init__(error, "404 Client Error.\n\nRepository Not Found for url: …")
+        return error
+    return [
+        (http(errors.RepositoryNotFoundError), "no such model, or it is private"),
+        (http(errors.GatedRepoError), "gated"),
+        (http(errors.RevisionNotFoundError), "no such revision"),
+        (errors.HFValidationError("Repo id must use alphanumeric chars"), "not a hub id either"),
+        (errors.OfflineModeIsEnabled("offline"), "offline mode is on"),
+        (errors.LocalEntryNotFoundError("An error happened\nwhile trying to locate the files"), "not in the local cache"),
+        (ConnectionError("[Errno -3] Temporary failure in name resolution"), "the download failed with ConnectionError"),
+        (TimeoutError("timed\nout"), "the download failed with TimeoutError: timed out"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (http(errors.HfHubHTTPError), "the download failed with HfHubHTTPError")]
+
+
+@pytest.mark.parametrize("failure, says", hub_errors())
+def test_hub_errors(failure, says, hub):
+    hub.answer = failure
+    with pytest.raises(UserError, match=says) as e:
+        resolve("owner/name@v2")
+    assert "\n" not in str(e.value) and "owner/name at revision v2" in str(e.value)
+
+
+def test_offline_for_real(tmp_path):
+    """The client itself, offline and with an empty cache: no network is asked, one line comes back."""
+    code = f"import sys; sys.path.insert(0, {str(Path(checkpoint.__file__).parent)!r}); from checkpoint import resolve, UserError\ntry: resolve('owner/name')\nexcept UserError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
+    assert done.stdout.startswith("owner/name is no folder here, and from the hub: it is not in the local cache") and done.stdout.count("\n") == 1, done
