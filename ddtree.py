@@ -18,20 +18,20 @@ from torch import Tensor
 from model import Tree, chain  # noqa: F401  (both belong to this interface)
 
 
-def candidate_pairs(parents: int, width: int, budget: int, device=None) -> tuple:
-    """(parent rank, token rank) index tensors of the extensions that can survive: those with
+def candidate_pairs(parents: int, width: int, budget: int, device=None) -> Tensor:
+    """(2, pairs): the (parent rank, token rank) of the extensions that can survive, those with
     (parent rank + 1) * (token rank + 1) <= budget. Any other is beaten by all extensions of no worse parents by no worse
     tokens, and they are more than `budget`."""
     pairs = [(r, t) for r in range(parents) for t in range(min(width, budget // (r + 1)))]
-    return tuple(torch.tensor(x, device=device) for x in zip(*pairs))
+    return torch.tensor(pairs, device=device).T.contiguous()
 
 
 def candidate_tables(depths: int, vocab: int, budget: int, device=None) -> list:
-    """candidate_pairs of every depth. They depend on shapes alone: keep them where a round is repeated."""
+    """candidate_pairs of every depth. They depend on shapes alone: keep them where rounds repeat."""
     tables, parents, width = [], 1, min(budget, vocab)
     for _ in range(depths):
         tables.append(candidate_pairs(parents, width, budget, device))
-        parents = min(budget, len(tables[-1][0]))
+        parents = min(budget, tables[-1].shape[1])
     return tables
 
 
@@ -63,7 +63,7 @@ def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False
     score = torch.zeros(B, 1, device=root.device)                                    # of the kept prefixes of the last depth
     paths = torch.zeros(B, 1, 0, dtype=torch.long, device=root.device)               # their ancestors, as candidate numbers
     scores, tokens, lines, offset = [], [], [], 0
-    for d, (r, t) in enumerate(tables):
+    for d, (r, t) in enumerate(table.unbind(0) for table in tables):
         candidates = score[:, r] + logp[:, d, t]                                     # (B, pairs)
         order = candidates.sort(dim=-1, descending=True, stable=True)                    # stable: equals stay in (parent, token) order
         kept = min(budget, len(r))

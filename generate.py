@@ -98,15 +98,17 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
     too: it returns how many of these new tokens to keep, or None to go on. UserError on arguments out of range."""
     context = min([target.config.max_positions] + ([draft.config.max_positions] if draft is not None else []))
     check_arguments(target, draft, prompts, mode, budget, max_new_tokens, temperature, top_p, top_k, seed, spine, context)
-    if compile:
-        raise UserError("compilation is not supported yet; leave --compile out")
     device, B = target.norm.weight.device, len(prompts)
     limit = [min(len(p) + max_new_tokens, context) for p in prompts]
-    decoder = Decoder(target, None if mode == "ar" else draft, B, max(limit))
+    # slots in powers of two: with whole buckets a second call finds the graphs of the first
+    decoder = Decoder(target, None if mode == "ar" else draft, B, min(bucket(max(limit), 256), context) if compile else max(limit))
     for buffer, value in ((decoder.limit, limit), (decoder.seed, seed), (decoder.temperature, temperature),
                           (decoder.top_p, top_p), (decoder.top_k, top_k)):
         buffer.copy_(torch.as_tensor(value))
     plan = Plan(mode, budget, spine, temperature > 0, temperature > 0 and (top_k > 0 or top_p < 1))
+    decoder.prepare(plan)
+    if compile:
+        decoder.compile()
     stops, total, open_rows = set(stop_ids), [len(p) for p in prompts], set(range(B))
 
     def emit(row: int, tokens: list, prefill: bool = False) -> Event:
@@ -129,7 +131,7 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
             yield emit(row, [roots[row]], prefill=True)
     while open_rows:
         decoder.active.logical_and_(torch.tensor([row in open_rows for row in range(B)], device=device))
-        packed = decoder.round(plan, span_for(max(total[row] for row in open_rows), decoder.slots)).tolist()
+        packed = decoder.step(plan, span_for(max(total[row] for row in open_rows), decoder.slots))
         for row in sorted(open_rows):
             count, *tokens = packed[row]
             yield emit(row, tokens[:count])
@@ -138,19 +140,24 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
 def prefill(decoder: Decoder, prompts: list, plan: Plan, device) -> Iterator[tuple]:
     """Feeds all prompts in chunks of at most CHUNK tokens; yields (chunk number, roots, rows whose prompt ended there)."""
     longest = max(map(len, prompts))
-    T = min(CHUNK, longest)
+    T = bucket(longest, 16) if longest < CHUNK else CHUNK
     for start in range(0, longest, T):
         count = [min(max(len(p) - start, 0), T) for p in prompts]
         tokens = torch.tensor([p[start:start + T] + [0] * (T - c) for p, c in zip(prompts, count)], device=device)
         last = [start < len(p) <= start + T for p in prompts]
-        roots = decoder.prefill(tokens, torch.tensor(count, device=device), torch.tensor(last, device=device), plan,
-                                span_for(start, decoder.slots))
-        yield start // T, roots.tolist(), [row for row, ends in enumerate(last) if ends]
+        roots = decoder.feed(tokens, torch.tensor(count, device=device), torch.tensor(last, device=device), plan,
+                             span_for(start, decoder.slots))
+        yield start // T, roots, [row for row, ends in enumerate(last) if ends]
+
+
+def bucket(n: int, least: int) -> int:
+    """The power of two, at least `least`, that holds n."""
+    return max(least, 1 << (n - 1).bit_length())
 
 
 def span_for(length: int, slots: int) -> int:
-    """The bucket of cache slots that covers `length`: 0, then powers of two from 64, at most the whole cache."""
-    return min(max(64, 1 << (length - 1).bit_length()), slots) if length else 0
+    """How many cache slots to attend for `length` committed tokens: none, or a power of two, at most the whole cache."""
+    return min(bucket(length, 64), slots) if length else 0
 
 
 def check_arguments(target, draft, prompts, mode, budget, max_new_tokens, temperature, top_p, top_k, seed, spine, context) -> None:
@@ -165,7 +172,7 @@ def check_arguments(target, draft, prompts, mode, budget, max_new_tokens, temper
     need(max_new_tokens >= 1, f"max-new-tokens must be at least 1, got {max_new_tokens}")
     need(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     need(0 < top_p <= 1, f"top-p must be above 0 and at most 1, got {top_p}")
-    need(top_k >= 0, f"top-k must be 0 (off) or positive, got {top_k}")
+    need(0 <= top_k < 2 ** 63, f"top-k must be 0 (off) or positive and fit 64 bits, got {top_k}")
     need(len(prompts) > 0, "there is no prompt; pass --prompt")
     seeds = [seed] if isinstance(seed, int) else list(seed)
     need(isinstance(seed, int) or len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts; pass one, or one per prompt")
@@ -277,6 +284,7 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
     decoder.limit.fill_(decoder.slots)
     decoder.seed.fill_(args.seed), decoder.temperature.fill_(args.temperature), decoder.top_k.fill_(args.top_k), decoder.top_p.fill_(args.top_p)
     plan = Plan(args.mode, args.budget, args.spine, args.temperature > 0, args.top_k > 0 or args.top_p < 1)
+    decoder.prepare(plan)
     for _ in prefill(decoder, [prompt], plan, target.norm.weight.device):
         pass
     for _ in range(number):
@@ -293,8 +301,6 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
 
 def run(args: argparse.Namespace) -> int:
     texts = read_prompts(args.prompt)
-    if args.compile:
-        raise UserError("compilation is not supported yet; leave --compile out")
     target, draft, tokenizer = load(args.model, args.draft, check_device(args.device), DTYPES[args.dtype])
     if args.mode is None:
         args.mode = "ddtree" if draft is not None else "ar"
@@ -303,7 +309,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [encode(tokenizer, t) for t in texts]
     stops = read_stop_ids(resolve(args.model) if args.model != BUNDLED else Path(__file__).parent / BUNDLED, target.config, tokenizer)
     settings = dict(budget=args.budget, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
-                    top_k=args.top_k, seed=args.seed, stop_ids=stops, spine=args.spine)
+                    top_k=args.top_k, seed=args.seed, stop_ids=stops, spine=args.spine, compile=args.compile)
     if args.tree is not None:
         if args.mode == "ar" or args.tree < 1:
             raise UserError(f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {args.mode}")

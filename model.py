@@ -301,10 +301,20 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x (T, in) sorted by expert, weight (E, out, in), ends (E,) int32 row where each expert's rows end -> (T, out)."""
     if torch.is_autocast_enabled(x.device.type):  # autocast (training) knows the plain products, not this one
         x, weight = (t.to(torch.get_autocast_dtype(x.device.type)) for t in (x, weight))
+    # inductor refuses grouped_mm in fp32 on the CPU, which eager takes: there the graph holds it as one opaque op
+    opaque = torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype != torch.bfloat16
+    return opaque_grouped_linear(x, weight, ends) if opaque else eager_grouped_linear(x, weight, ends)
+
+
+def eager_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.dtype != torch.float64:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    bounds = [0, *ends.tolist()]  # fp64 has no grouped kernel; it runs on CPU only, where reading the bounds is free
+    bounds = [0, *ends.tolist()]  # fp64 has no grouped kernel; it runs on the CPU, where reading the bounds is free
     return torch.cat([F.linear(x[i:j], w) for w, i, j in zip(weight, bounds, bounds[1:])])
+
+
+opaque_grouped_linear = torch.library.custom_op("nanograft::grouped_linear", eager_grouped_linear, mutates_args=())
+opaque_grouped_linear.register_fake(lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]))
 
 
 class Experts(nn.Module):

@@ -130,13 +130,36 @@ class Decoder(nn.Module):
         target.setup_cache(batch, slots)
         if draft is not None:
             draft.setup_cache(batch, slots)
-        self.tables = {}
+        self.compiled, self.pairs = None, {}
 
-    def candidate_tables(self, budget: int) -> list:
-        """build_tree's index tables, made once per budget."""
-        if budget not in self.tables:
-            self.tables[budget] = candidate_tables(self.draft.depths, self.target.config.vocab_size, budget, self.root.device)
-        return self.tables[budget]
+    def compile(self) -> None:
+        """From here on `step` runs each (plan, span, chunk shape) as one compiled graph: on CUDA, one CUDA graph."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # a graph per plan and bucket
+        self.compiled = [torch.compile(f, mode="reduce-overhead", fullgraph=True, dynamic=False) for f in (self.round, self.prefill)]
+
+    def step(self, plan: Plan, span: int) -> list:
+        """`round`, read back: the one device-to-host copy of a round."""
+        return self._run(0, self.round, plan, span).tolist()
+
+    def feed(self, *chunk) -> list:
+        """`prefill`, read back."""
+        return self._run(1, self.prefill, *chunk).tolist()
+
+    def _run(self, which: int, eager: Callable, *args) -> Tensor:
+        if self.compiled is None:
+            return eager(*args)
+        torch.compiler.cudagraph_mark_step_begin()  # the last output was read; its memory may be written again
+        return self.compiled[which](*args)
+
+    def prepare(self, plan: Plan) -> None:
+        """Makes build_tree's index tables for a plan, as a buffer: a graph then reads them from a fixed address."""
+        if plan.mode == "ddtree" and not hasattr(self, f"pairs_{plan.budget}"):
+            tables = candidate_tables(self.draft.depths, self.target.config.vocab_size, plan.budget, self.root.device)
+            self.register_buffer(f"pairs_{plan.budget}", torch.cat(tables, 1), persistent=False)
+            self.pairs[plan.budget] = [t.shape[1] for t in tables]
+
+    def tables(self, budget: int) -> tuple:
+        return getattr(self, f"pairs_{budget}").split(self.pairs[budget], 1)
 
     def choose(self, logits: Tensor, position: Tensor, plan: Plan) -> Tensor:
         """logits (B, N, V) for tokens at position (B, N) -> the target's tokens (B, N)."""
@@ -184,7 +207,7 @@ class Decoder(nn.Module):
             return chain(self.root.unsqueeze(1))
         if plan.mode == "dflash":
             return chain(torch.cat((self.root.unsqueeze(1), marginals.argmax(-1)), 1))
-        return build_tree(marginals, self.root, plan.budget, plan.spine, self.candidate_tables(plan.budget))
+        return build_tree(marginals, self.root, plan.budget, plan.spine, self.tables(plan.budget))
 
     def settle(self, tree: Tree, tokens: Tensor, taps: Optional[Tensor], latents: Tensor) -> Tensor:
         """Accepts, commits and grafts the path, moves every active row on. tokens (B, N): the target's."""
