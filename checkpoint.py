@@ -43,8 +43,9 @@ def few(items: list, limit: int = 3) -> str:
 WANTED = ("*.safetensors", "*.json", "tiktoken.model", "chat_template.jinja")  # *.json: index, configs and tokenizer.json
 
 
-def resolve(name: str) -> Path:
-    """An existing folder, or a hub id with an optional @revision, downloaded (or found in the hub's cache)."""
+def resolve(name: str, wanted: tuple = WANTED) -> Path:
+    """An existing folder, or a hub id with an optional @revision, downloaded (or found in the hub's cache).
+    wanted: patterns of the files that are needed."""
     path = Path(name).expanduser()
     if path.is_dir() and name:
         return path
@@ -56,7 +57,7 @@ def resolve(name: str) -> Path:
     from huggingface_hub import errors, snapshot_download  # here, so that a local run needs no network library
     where = f"{hub_id} at revision {revision}" if revision else hub_id
     try:
-        return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(hub_id, revision=revision or None, allow_patterns=list(wanted)))
     except errors.GatedRepoError:
         why = "the model is gated: accept its terms on its page, then set HF_TOKEN"
     except errors.RepositoryNotFoundError:

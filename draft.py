@@ -8,7 +8,7 @@ Shapes: B sequences, M blocks per sequence (1 when proposing), b block slots, D 
 G kv heads, g query heads per kv head, d head dim, h hidden size, n taps, V vocabulary.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -156,6 +156,23 @@ class Drafter(nn.Module):
                 nn.init.normal_(p.data, std=0.02, generator=generator)
             else:
                 nn.init.ones_(p.data)
+
+    def adapt(self, block: Optional[int] = None, window: Optional[int] = None, attention_factor: Optional[float] = None) -> None:
+        """Overrides for decoding: a block smaller than trained, a window of context that full layers see too, the
+        amplitude of the rope (engines disagree about yarn's). ValueError where a value cannot work."""
+        c = self.config
+        if block is not None:
+            if not 2 <= block <= c.block:
+                raise ValueError(f"a draft block must be between 2 and the {c.block} slots it was trained with, got {block}")
+            self.block = block
+        if window is not None:
+            if window < c.block:
+                raise ValueError(f"a draft window must be at least one block, {c.block}, got {window}")
+            self.config = replace(self.config, windows=tuple(min(w or window, window) for w in c.windows))
+        if attention_factor is not None:
+            if not 0 < attention_factor < math.inf:
+                raise ValueError(f"an attention factor must be a positive number, got {attention_factor}")
+            self.config = replace(self.config, rope=replace(c.rope, attention_factor=attention_factor))
 
     @property
     def depths(self) -> int:

@@ -8,6 +8,7 @@ seeded, all three emit the same tokens; they differ in how many forwards of the 
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from typing import Callable, Iterator, NamedTuple, Optional, Union
 
 import torch
 
-from chat import encode, load_tokenizer, stop_ids as read_stop_ids
-from checkpoint import UserError, load_draft, load_target, resolve
+from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
+from checkpoint import WANTED, UserError, load_draft, load_target, parse_config, read_config, resolve
 from draft import Drafter
-from model import Transformer
+from model import Config, Transformer
+from plan import check_fits, memory_plan, table
 from show import DIM, DRAFTED, OWN, RESET, TextStream, draw_tree
 from verify import Decoder, Plan
 
@@ -32,17 +34,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # The library: load, generate, stream
 
-def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple:
-    """A folder or hub id -> target, drafter (or None), tokenizer.
-
-    draft: a folder or hub id, "none", or "auto": the folder `draft` beside the target's, None where there is none."""
+def locate(model: str, draft: str, wanted: tuple = WANTED) -> tuple:
+    """Folders or hub ids -> the target's folder, and the drafter's or None."""
     if model == BUNDLED and not Path(model).exists():
         model = str(Path(__file__).parent / BUNDLED)  # the bundled pair is found from any folder
-    folder = resolve(model)
+    folder = resolve(model, wanted)
     beside = folder.parent / "draft"
-    draft_folder = None if draft == "none" else (beside if beside.is_dir() else None) if draft == "auto" else resolve(draft)
+    return folder, None if draft == "none" else (beside if beside.is_dir() else None) if draft == "auto" else resolve(draft, wanted)
+
+
+def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.float32,
+         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None) -> tuple:
+    """A folder or hub id -> target, drafter (or None), tokenizer.
+
+    draft: a folder or hub id, "none", or "auto": the folder `draft` beside the target's, None where there is none.
+    block, draft_window, attention_factor: see Drafter.adapt. UserError on whatever does not fit."""
+    folder, draft_folder = locate(model, draft)
     target = load_target(folder, device, dtype)
-    return target, draft_folder and load_draft(draft_folder, target, device, dtype), load_tokenizer(folder)
+    drafter = draft_folder and load_draft(draft_folder, target, device, dtype)
+    try:
+        if drafter is not None:
+            drafter.adapt(block, draft_window, attention_factor)
+    except ValueError as e:
+        raise UserError(str(e)) from None
+    return target, drafter, load_tokenizer(folder)
 
 
 @dataclass
@@ -201,6 +216,16 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--top-k", type=int, default=0, help="0 keeps all (default)")
     add("--seed", type=int, default=0)
     add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable")
+    add("--chat", action="store_true", help="the prompts are a user's turns: render the model's chat template")
+    add("--system", metavar="TEXT", help="the system message of a chat (implies --chat)")
+    add("--messages", action="append", default=[], metavar="FILE.json", help="a chat to continue: [{\"role\": …, \"content\": …}, …]; repeatable")
+    add("--block", type=int, metavar="N", help="slots of a draft block, if fewer than trained")
+    add("--draft-window", type=int, metavar="N", help="the drafter sees the last N tokens only")
+    add("--attention-factor", type=float, metavar="X", help="the drafter's rope amplitude, where its config's is not meant")
+    add("--plan", action="store_true", help="print the memory plan from the configs alone, and stop")
+    add("--context", type=int, metavar="N", help="--plan: tokens per sequence (default 4096, or what the model holds)")
+    add("--batch", type=int, default=1, metavar="N", help="--plan: sequences at once")
+    add("--tp", type=int, default=1, metavar="N", help="--plan: devices that share the weights")
     add("--device", default="cpu")
     add("--dtype", default="float32", choices=tuple(DTYPES))
     add("--compile", action="store_true", help="compile the round")
@@ -209,6 +234,36 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--check", action="store_true", help="decode with ar too; fail unless the tokens are identical")
     add("--tree", type=int, nargs="?", const=1, metavar="K", help="draw the tree of round K (default 1) of the first prompt, and stop")
     return parser.parse_args(argv)
+
+
+def print_plan(args: argparse.Namespace) -> None:
+    """The memory plan of --model and --draft; of a hub id, nothing but config.json is fetched."""
+    folder, draft_folder = locate(args.model, args.draft, ("config.json",))
+    config, draft = read_config(folder), draft_folder and read_config(draft_folder)
+    context = args.context or min(4096, parse_config(Config, config, folder / "config.json").max_positions)
+    print(table(memory_plan(config, draft, context, args.batch, args.tp, args.budget, CHUNK, DTYPES[args.dtype]), args.tp))
+
+
+def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
+    """Prints the memory plan as one line before any weight is read. UserError where it cannot fit."""
+    folder, draft_folder = locate(args.model, args.draft)
+    there = torch.cuda.mem_get_info(args.device)[0] if args.device.startswith("cuda") else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    plan = check_fits(there, read_config(folder), draft_folder and read_config(draft_folder), context, batch,
+                      budget=args.budget, chunk=CHUNK, dtype=DTYPES[args.dtype])
+    caches = plan["target latents"] + plan.get("drafter K/V", 0)
+    if plan["total"] < 1e9:
+        return
+    print(f"memory: {(plan['total'] - caches - plan['workspace']) / 1e9:.3f} GB of weights, {caches / 1e9:.3f} GB of caches, "
+          f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there", file=sys.stderr)
+
+
+def read_chats(args: argparse.Namespace) -> list:
+    """What is to be continued: texts (str), and chats (lists of messages)."""
+    texts = read_prompts(args.prompt) if args.prompt or not args.messages else []
+    if args.chat or args.system:
+        system = [{"role": "system", "content": args.system}] if args.system else []
+        texts = [[*system, {"role": "user", "content": t}] for t in texts]
+    return texts + [read_messages(Path(f)) for f in args.messages]
 
 
 def read_prompts(texts: Optional[list]) -> list:
@@ -300,14 +355,21 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
 
 
 def run(args: argparse.Namespace) -> int:
-    texts = read_prompts(args.prompt)
-    target, draft, tokenizer = load(args.model, args.draft, check_device(args.device), DTYPES[args.dtype])
+    if args.plan:
+        print_plan(args)
+        return 0
+    texts, folder = read_chats(args), locate(args.model, args.draft)[0]
+    check_device(args.device)
+    tokenizer = load_tokenizer(folder)
+    prompts = [encode(tokenizer, t) if isinstance(t, str) else encode_chat(tokenizer, folder, t) for t in texts]
+    config = parse_config(Config, read_config(folder), folder / "config.json")
+    check_memory(args, min(max(map(len, prompts)) + max(args.max_new_tokens, 1), config.max_positions), len(prompts))
+    target, draft, tokenizer = load(args.model, args.draft, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor)
     if args.mode is None:
         args.mode = "ddtree" if draft is not None else "ar"
         if draft is None and args.draft != "none":
             print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)
-    prompts = [encode(tokenizer, t) for t in texts]
-    stops = read_stop_ids(resolve(args.model) if args.model != BUNDLED else Path(__file__).parent / BUNDLED, target.config, tokenizer)
+    stops = read_stop_ids(folder, target.config, tokenizer)
     settings = dict(budget=args.budget, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
                     top_k=args.top_k, seed=args.seed, stop_ids=stops, spine=args.spine, compile=args.compile)
     if args.tree is not None:
@@ -318,7 +380,7 @@ def run(args: argparse.Namespace) -> int:
         print(draw_round(target, draft, tokenizer, prompts[0], args.tree, args))
         return 0
     live = len(prompts) == 1 and not args.json
-    if live and sys.stderr.isatty() and sys.stdout.isatty():
+    if live and isinstance(texts[0], str) and sys.stderr.isatty() and sys.stdout.isatty():
         print(f"{DIM}{texts[0]}{RESET}", end="", file=sys.stderr, flush=True)
     screen, results, began = Screen(tokenizer, len(prompts), tuple(args.stop), live, args.color), [Result() for _ in prompts], time.perf_counter()
     interrupted = False
