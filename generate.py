@@ -227,13 +227,15 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--batch", type=int, default=1, metavar="N", help="--plan: sequences at once")
     add("--tp", type=int, default=1, metavar="N", help="--plan: devices that share the weights")
     add("--device", default="cpu")
-    add("--dtype", default="float32", choices=tuple(DTYPES))
+    add("--dtype", choices=tuple(DTYPES), help="default float32 on the CPU, bfloat16 elsewhere")
     add("--compile", action="store_true", help="compile the round")
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, accepted per round, timings, finish")
     add("--color", action="store_true", help="accepted drafts in green, the target's own tokens in yellow")
     add("--check", action="store_true", help="decode with ar too; fail unless the tokens are identical")
     add("--tree", type=int, nargs="?", const=1, metavar="K", help="draw the tree of round K (default 1) of the first prompt, and stop")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.dtype = args.dtype or ("float32" if args.device == "cpu" and not args.plan else "bfloat16")
+    return args
 
 
 def print_plan(args: argparse.Namespace) -> None:
