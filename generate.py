@@ -106,11 +106,12 @@ def stream(*args, **settings) -> Iterator[tuple]:
 def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
            max_new_tokens: int = 128, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
            seed: Union[int, list] = 0, stop_ids: tuple = (), compile: bool = False, spine: bool = SPINE,
-           until: Optional[Callable] = None) -> Iterator[Event]:
+           until: Optional[Callable] = None, progress: Callable = lambda text: None) -> Iterator[Event]:
     """Decodes all prompts as one batch and yields an Event per row and round.
 
     seed: one for all rows, or one per prompt. stop_ids end a row and are not emitted. until(row, tokens) may end a row
-    too: it returns how many of these new tokens to keep, or None to go on. UserError on arguments out of range."""
+    too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears of the prefill.
+    UserError on arguments out of range."""
     context = min([target.config.max_positions] + ([draft.config.max_positions] if draft is not None else []))
     check_arguments(target, draft, prompts, mode, budget, max_new_tokens, temperature, top_p, top_k, seed, spine, context)
     device, B = target.norm.weight.device, len(prompts)
@@ -141,11 +142,16 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
             open_rows.discard(row)
         return Event(row, tokens, min(drafts, len(tokens)), finish, prefill)
 
-    for chunk, roots, done in prefill(decoder, prompts, plan, device):
+    longest = max(map(len, prompts))
+    for read, roots, done in prefill(decoder, prompts, plan, device):
+        progress(f"prompts read: {read} of {longest} tokens")
         for row in done:
             yield emit(row, [roots[row]], prefill=True)
+    running = B
     while open_rows:
-        decoder.active.logical_and_(torch.tensor([row in open_rows for row in range(B)], device=device))
+        if len(open_rows) < running:  # the host closed rows: stop ids and stop strings are its business
+            running = len(open_rows)
+            decoder.active.logical_and_(torch.tensor([row in open_rows for row in range(B)], device=device))
         packed = decoder.step(plan, span_for(max(total[row] for row in open_rows), decoder.slots))
         for row in sorted(open_rows):
             count, *tokens = packed[row]
@@ -153,7 +159,7 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
 
 
 def prefill(decoder: Decoder, prompts: list, plan: Plan, device) -> Iterator[tuple]:
-    """Feeds all prompts in chunks of at most CHUNK tokens; yields (chunk number, roots, rows whose prompt ended there)."""
+    """Feeds all prompts in chunks of at most CHUNK tokens; yields (tokens read, roots, rows whose prompt ended there)."""
     longest = max(map(len, prompts))
     T = bucket(longest, 16) if longest < CHUNK else CHUNK
     for start in range(0, longest, T):
@@ -162,7 +168,7 @@ def prefill(decoder: Decoder, prompts: list, plan: Plan, device) -> Iterator[tup
         last = [start < len(p) <= start + T for p in prompts]
         roots = decoder.feed(tokens, torch.tensor(count, device=device), torch.tensor(last, device=device), plan,
                              span_for(start, decoder.slots))
-        yield start // T, roots, [row for row, ends in enumerate(last) if ends]
+        yield min(start + T, longest), roots, [row for row, ends in enumerate(last) if ends]
 
 
 def bucket(n: int, least: int) -> int:
@@ -382,25 +388,28 @@ def run(args: argparse.Namespace) -> int:
         print(draw_round(target, draft, tokenizer, prompts[0], args.tree, args))
         return 0
     live = len(prompts) == 1 and not args.json
-    if live and isinstance(texts[0], str) and sys.stderr.isatty() and sys.stdout.isatty():
-        print(f"{DIM}{texts[0]}{RESET}", end="", file=sys.stderr, flush=True)
+    def progress(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
     screen, results, began = Screen(tokenizer, len(prompts), tuple(args.stop), live, args.color), [Result() for _ in prompts], time.perf_counter()
     interrupted = False
     try:
-        for e in rounds(target, draft, prompts, args.mode, until=screen.until, **settings):
+        for e in rounds(target, draft, prompts, args.mode, until=screen.until, progress=progress, **settings):
             record(results[e.row], e, time.perf_counter() - began)
+            if live and e.prefill:
+                progress(f"{DIM}{texts[0]}{RESET}" if isinstance(texts[0], str) and sys.stdout.isatty() else "")
             screen.show(e)
-            if not live and sys.stderr.isatty():
-                print(f"\r\033[K{sum(bool(r.finish) for r in results)}/{len(results)} done, {sum(len(r.tokens) for r in results)} tokens",
-                      end="", file=sys.stderr, flush=True)
+            if not live:
+                progress(f"{sum(bool(r.finish) for r in results)} of {len(results)} done, {sum(len(r.tokens) for r in results)} tokens")
     except KeyboardInterrupt:
         interrupted = True
     seconds = time.perf_counter() - began
     screen.close()
     if live:
         print(flush=True)
-    elif sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr)
+    else:
+        progress("")
     for i, (r, s) in enumerate(zip(results, screen.streams)):
         if args.json:
             print(json.dumps({"prompt": texts[i], "text": s.text, "tokens": r.tokens, "accepted": r.accepted, "finish": r.finish or "interrupted",
@@ -412,7 +421,7 @@ def run(args: argparse.Namespace) -> int:
         return 130
     if args.check:
         plain = Screen(tokenizer, len(prompts), tuple(args.stop), False, False)
-        oracle = generate(target, None, prompts, "ar", until=plain.until, **settings)
+        oracle = generate(target, draft, prompts, "ar", until=plain.until, **settings)
         for i, (a, b) in enumerate(zip(results, oracle)):
             if a.tokens != b.tokens:
                 at = next((k for k, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), min(len(a.tokens), len(b.tokens)))
