@@ -1,5 +1,7 @@
 """Tokenizers, stop ids and chat templates."""
+import base64
 import json
+import random
 import shutil
 
 import pytest
@@ -54,6 +56,30 @@ def test_tiktoken_specials(kimi):
             kimi.encode_special_tokens = True
         assert encode(kimi, text) == kimi.encode(text).ids != ids
         assert all(i < 900 for i in encode(kimi, text)) and kimi.decode(encode(kimi, text)) == text
+
+
+def lowest_union_first(word: bytes, ranks: dict) -> list:
+    """What tiktoken does with one word: merge the leftmost pair whose union ranks lowest, until none ranks."""
+    if word in ranks:
+        return [ranks[word]]
+    parts = [bytes([b]) for b in word]
+    while True:
+        unions = [(ranks[l + r], i) for i, (l, r) in enumerate(zip(parts, parts[1:])) if l + r in ranks]
+        if not unions:
+            return [ranks[p] for p in parts]
+        i = min(unions)[1]
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+
+
+def test_conversion_merges_as_tiktoken(tmp_path):
+    """Words over few letters, where merges compete, and a token that no merges lead to."""
+    more = [b"aa", b"ab", b"aaa", b"ba", b"aab", b"abab", b"bb", b"aaaa", b"xyz", b"bba", b"aabb"]
+    ranks = {t: i for i, t in enumerate([bytes([b]) for b in range(256)] + more)}
+    (tmp_path / "tiktoken.model").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for t, i in ranks.items()))
+    tokenizer, r = load_tokenizer(tmp_path), random.Random(0)
+    words = ["xyz", "xyza", *("".join(r.choice("ab") for _ in range(r.randrange(1, 12))) for _ in range(500))]
+    for word in words:
+        assert encode(tokenizer, word) == lowest_union_first(word.encode(), ranks), word
 
 
 @pytest.mark.parametrize("text", ("<eos>", "<user>hi<think>", "a<bos>b"))

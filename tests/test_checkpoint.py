@@ -256,6 +256,19 @@ def test_no_weights(tmp_path):
     assert "neither" in error(tmp_path)
 
 
+def test_bad_scales_are_named(tmp_path):
+    (v3, tensors), (k2, dense) = golden_target("deepseek_v3"), golden_target("kimi_k2")
+    quantized, scale = to_fp8(tensors)[0], "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    quantized[scale] = torch.full_like(quantized[scale], float("nan"))
+    assert f"{scale} has values that are not finite" in error(write(tmp_path / "fp8", v3, quantized))
+    packed, scale = to_int4(dense)[0], "model.layers.1.mlp.experts.3.up_proj.weight_scale"
+    packed[scale] = torch.full_like(packed[scale], float("inf"))
+    assert f"{scale} has values that are not finite" in error(write(tmp_path / "int4", k2, packed))
+    packed = to_int4(dense)[0]
+    packed["model.layers.1.mlp.experts.3.up_proj.weight_shape"] = torch.tensor([64, 32], dtype=torch.int32)
+    assert "up_proj.weight_shape says [64, 32], the config asks for [32, 64]" in error(write(tmp_path / "shape", k2, packed))
+
+
 def fuzz_cases():
     """(base, corruption) pairs; a corruption gets (config, tensors, folder, random) and edits them, before or after writing."""
     def rename(c, t, r):

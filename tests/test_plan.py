@@ -109,6 +109,9 @@ def test_more_devices_need_less_each():
     one, eight = (memory_plan(CONFIGS["deepseek_v3"], context=8192, batch=4, tp=n) for n in (1, 8))
     assert all(eight[k] <= one[k] for k in one) and eight["routed experts"] * 8 == one["routed experts"]
     assert eight["target latents"] == one["target latents"]
+    # q_a (1536 x 7168), kv_a (576 x 7168) and their norms are on every device; the per-head rest is divided
+    assert 8 * eight["attention"] - one["attention"] == 7 * 61 * 2 * (1536 * 7168 + 576 * 7168 + 1536 + 512)
+    assert eight["routers and norms"] == one["routers and norms"]
 
 
 def test_table():
