@@ -14,7 +14,7 @@ from model import Config, MoE, Transformer
 def storage(config: dict) -> str:
     """How a checkpoint stores its weights: "int4" (routed experts, the rest bf16), "fp8" (blocks) or "plain"."""
     q = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
-    method, form = q.get("quant_method"), q.get("format")
+    method, form = (q.get("quant_method"), q.get("format")) if isinstance(q, dict) else (q, None)
     if method is None or method == "fp8":
         return method or "plain"
     if method == "compressed-tensors" and form == "pack-quantized":

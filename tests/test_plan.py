@@ -144,7 +144,8 @@ def test_bad_arguments(arguments, says):
 
 
 def test_other_quantization_and_pairs_are_refused():
-    with pytest.raises(UserError, match="'awq'"):
-        memory_plan({**CONFIGS["deepseek_v2_lite"], "quantization_config": {"quant_method": "awq"}})
+    for given in ({"quant_method": "awq"}, "awq"):
+        with pytest.raises(UserError, match="'awq'"):
+            memory_plan({**CONFIGS["deepseek_v2_lite"], "quantization_config": given})
     with pytest.raises(UserError, match="hidden size is 7168, the target's 2048"):
         memory_plan(CONFIGS["deepseek_v2_lite"], DRAFT)

@@ -6,7 +6,9 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import GOLDEN, pack_int4
+from checkpoint import load_draft, load_target
+from generate import generate
+from helpers import GOLDEN, golden_draft, golden_target, kimi_k25, pack_int4, to_int4, write
 from model import Config, Experts
 from quant import PackedExperts, all_rows, dequantize_fp8, own_rows, unpack_int4
 
@@ -125,3 +127,22 @@ def test_memory(way):
         peaks.append(count.peak)
     assert peaks[1] < 1.1 * peaks[0] + 64 * 1024, peaks
     assert one < peaks[1] < 4 * one < sum(p.nbytes for p in packed.parameters()), (one, peaks)
+
+
+def test_int4_writes_what_its_dense_twin_writes(tmp_path):
+    """A checkpoint in Kimi-K2.5's layout and its dense twin, in all modes, token for token."""
+    config, tensors = golden_target("kimi_k2")
+    tensors |= {k: v * 8 for k, v in tensors.items() if k == "lm_head.weight"}  # clearer choices than a random model's
+    packed, dense = to_int4(tensors)
+    folders = [write(tmp_path / "int4", *kimi_k25(config, packed), shards=3), write(tmp_path / "dense", *kimi_k25(config, dense))]
+    drafter = write(tmp_path / "draft", *golden_draft("full_b8"))
+    texts = []
+    for folder in folders:
+        target = load_target(folder)
+        draft = load_draft(drafter, target)
+        for mode in ("ar", "dflash", "ddtree"):
+            for temperature in (0.0, 0.8):
+                results = generate(target, draft, [[5, 6, 7], [9] * 11], mode=mode, budget=12, max_new_tokens=24, temperature=temperature, seed=3)
+                texts.append((temperature, [r.tokens for r in results]))
+    assert all(text == next(t for at, t in texts if at == temperature) for temperature, text in texts)
+    assert len({tuple(r) for _, text in texts for r in text}) == 4 and all(len(r) == 24 for _, text in texts for r in text)
