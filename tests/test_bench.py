@@ -1,0 +1,100 @@
+"""The bench on a tiny pair: what it counts is right, and what it prints can be read by a program. No time is judged."""
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+import bench
+from generate import load
+from helpers import GOLDEN, golden_draft, golden_target, write
+
+SMALL = ["--prompts", "2", "--tokens", "9", "--budgets", "5", "--repeats", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A golden pair with a tokenizer of the 256 bytes."""
+    at = tmp_path_factory.mktemp("pair")
+    write(at / "target", *golden_target("deepseek_v3"))
+    write(at / "draft", *golden_draft("full_b8"))
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(at / "target" / "tokenizer.json"))
+    return str(at / "target")
+
+
+def report(capsys, *argv, code: int = 0) -> dict:
+    assert bench.main(list(argv)) == code
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_prompts_are_beginnings_of_code():
+    lines = [json.loads(line) for line in bench.PROMPTS.read_text().splitlines()]
+    assert len(lines) == 24 == len({p["id"] for p in lines}) == len({p["prompt"] for p in lines})
+    for p in lines:
+        assert 2 <= p["prompt"].count("\n") + 1 <= 8 and p["prompt"] == p["prompt"].rstrip(), p["id"]
+
+
+def test_modes_side_by_side(folder, capsys, tmp_path):
+    out = report(capsys, "--model", folder, "--concurrency", "1", "3", "--out", str(tmp_path / "o.json"), *SMALL)
+    assert out == json.loads((tmp_path / "o.json").read_text())
+    assert [r["case"] for r in out["modes"]] == ["ar", "dflash", "ddtree 5"] * 4
+    assert [(r["concurrency"], r["temperature"]) for r in out["modes"][::3]] == [(1, 0.0), (1, 0.7), (3, 0.0), (3, 0.7)]
+    for r in out["modes"]:
+        assert r["differs"] == 0 and r["tok_s"]["q1"] <= r["tok_s"]["median"] <= r["tok_s"]["q3"]
+        assert r["pooled"] == 1 if r["mode"] == "ar" else r["pooled"] >= 1
+        assert all(r["stages"][s]["median"] > 0 for s in bench.STAGES) and 0 <= r["host"]["median"] < 1
+    assert all(r["ratio"]["median"] == 1 for r in out["modes"][::3])
+    assert len(out["pick"]) == 4
+
+
+def test_a_text_that_differs_is_counted_and_fails(folder, capsys, monkeypatch):
+    honest = bench.generate
+    def faulty(target, draft, prompts, mode, *args, **settings):
+        results = honest(target, draft, prompts, mode, *args, **settings)
+        if mode == "dflash":
+            results[0].tokens[-1] ^= 1
+        return results
+    monkeypatch.setattr(bench, "generate", faulty)
+    out = report(capsys, "--quick", "--model", folder, "--temperature", "0", *SMALL, code=1)
+    assert [r["differs"] for r in out["modes"]] == [0, 2, 0]
+
+
+def test_costs(folder):
+    pair, args = load(folder), bench.parse_arguments(["--contexts", "40", "100", "--repeats", "2"])
+    target, K, E = pair[0], pair[0].config.experts_per_token, pair[0].config.num_experts
+    rows = bench.verify_costs(pair, [list(range(200))], [1, 6, 9], 10.0, args)
+    assert [(r["context"], r["nodes"]) for r in rows] == [(c, n) for c in (40, 100) for n in (1, 6, 9)]
+    for r in rows:
+        # every latent whole for the scores, its first part for the values, however many nodes look at it
+        assert r["context_bytes_taken"] / r["context_bytes"] == 1 + target.config.kv_lora_rank / target.config.latent_dim
+        assert r["experts"] == K if r["nodes"] == 1 else K <= r["experts"] <= E
+    experts = sum(p.nbytes for m in target.modules() if isinstance(m, bench.MoE) for p in m.experts.parameters())
+    one = target.weight_bytes() - target.embed_tokens.weight.nbytes - experts * (1 - K / E) + 64 * target.latent_bytes_per_token()
+    assert rows[0]["bytes"] == pytest.approx(one) and rows[1]["x"]["median"] > 0
+
+
+@pytest.mark.parametrize("more", [[], ["--int4"]])
+def test_random_layers(capsys, more):
+    out = report(capsys, "--random", "--config", str(GOLDEN / "targets" / "kimi_k2" / "config.json"), "--dtype", "bfloat16", "--layers", "2",
+                 "--concurrency", "1", "2", "--contexts", "16", "--nodes", "4", "--repeats", "2", *more)
+    assert [(r["batch"], r["nodes"]) for r in out["random"]] == [(1, 1), (1, 4), (2, 1), (2, 4)]
+    assert all(r["bytes"] > 0 and r["ms"]["median"] > r["sparse_layer_ms"] for r in out["random"])
+
+
+def test_numbers():
+    assert bench.repeated_4grams([1, 2, 3, 4, 5]) == 0 and bench.repeated_4grams([7] * 8) == 0.8 and bench.repeated_4grams([1]) == 0
+    assert bench.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "q1": 1.5, "q3": 2.5} and bench.spread([4.0])["q3"] == 4.0
+    assert bench.short({"median": 2.0, "q1": 1.5, "q3": 2.5}, 1) == "2.0 [1.5, 2.5]" and bench.short(None) == "-"
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--tokens", "1"], "tokens must be at least 2"), (["--prompts", "25"], "between 1 and the 24"), (["--budgets", "8", "0"], "budgets must be at least 1"),
+    (["--concurrency", "0"], "concurrency must be at least 1"), (["--temperature", "-1"], "temperature must be at least 0"),
+    (["--random"], "go together"), (["--random", "--config", "nothing"], "no config 'nothing'"), (["--out", "/no/such/folder/x"], "cannot be written"),
+    (["--random", "--config", "kimi_k26", "--layers", "61"], "between 1 and the 60"), (["--model", "/no/such/model"], "no such model folder"),
+    (["--prompt-file", "/no/such/file"], "cannot be read"), (["--prompt-file", __file__], "one {\"id\""), (["--device", "nope"], "device 'nope'")])
+def test_user_errors(argv, message, capsys):
+    assert bench.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
