@@ -310,8 +310,8 @@ def check(slots: list, files: Files, layers: float = math.inf) -> None:
         else:
             fits(slot.name, slot.shape, FLOATS)
     unused = [files.spelling(n) for n in files.where if n not in used and not ignored(n, layers)]
-    problems = [f"{len(names)} tensors {what}: {few(names)}" for what, names in
-                (("are missing", missing), ("do not fit", wrong), ("belong nowhere", unused)) if names]
+    problems = [f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {few(names)}" for what, names in
+                (("missing", missing), ("that cannot fit", wrong), ("of no use here", unused)) if names]
     if problems:
         raise UserError(f"{files.folder}: " + "; ".join(problems))
 
