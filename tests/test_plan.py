@@ -8,7 +8,7 @@ import torch
 
 from checkpoint import UserError, layout, load_draft, load_target, on_meta, parse_config
 from draft import DraftConfig, Drafter
-from helpers import GOLDEN, golden_draft, golden_target, kimi_k25, to_fp8, to_int4, write
+from helpers import golden_draft, golden_target, kimi_k25, to_fp8, to_int4, write
 from model import Config, Transformer
 from plan import check_fits, memory_plan, storage, table
 
