@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -358,8 +358,13 @@ def keep_packed(moe: MoE, config: Config, scale_dtype: torch.dtype = torch.bfloa
         moe.experts = PackedExperts(config.num_experts, config.expert_ffn, config.hidden_size, scale_dtype)
 
 
-@torch.no_grad()
 def load_target(folder: Path, device="cpu", dtype: torch.dtype = torch.float32) -> Transformer:
+    return open_target(folder, dtype)[1](device)
+
+
+def open_target(folder: Path, dtype: torch.dtype) -> tuple:
+    """Checks a target's folder by its headers -> its Config, and read(device) -> Transformer. Memory for the weights is
+    taken by `read` alone, so that what is wrong with either of a pair is said before."""
     folder = Path(folder)
     config = parse_config(Config, read_config(folder), folder / "config.json")
     files = Files(folder)
@@ -372,13 +377,17 @@ def load_target(folder: Path, device="cpu", dtype: torch.dtype = torch.float32) 
         if isinstance(m, MoE) and f"{first}_packed" in files:  # go by what is there, not by what quantization_config says
             keep_packed(m, config, FLOATS.get(files.kinds.get(f"{first}_scale"), torch.bfloat16))
     check(list(layout(model, files)), files, config.num_layers)
-    model.to_empty(device=device)
-    fill(list(layout(model, files)), files, "loading the target")
-    if tied:
-        model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
-        model.lm_head.weight = model.embed_tokens.weight
-    model.reset_frequencies()
-    return model
+
+    @torch.no_grad()
+    def read(device) -> Transformer:
+        model.to_empty(device=device)
+        fill(list(layout(model, files)), files, "loading the target")
+        if tied:
+            model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+            model.lm_head.weight = model.embed_tokens.weight
+        model.reset_frequencies()
+        return model
+    return config, read
 
 
 # Drafters
@@ -387,9 +396,13 @@ EXTENSIONS = {"markov_head": "DSpark", "confidence_head": "DSpark", "logit_head"
               "candidate_selector": "DFlash2", "sinks": "attention sinks", "midlayer": "Eagle", "d2t": "Eagle", "t2d": "Eagle"}
 
 
-@torch.no_grad()
 def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dtype = torch.float32) -> Drafter:
     """A drafter that fits `target`: its own embedding and head where its file has them, else the target's, shared."""
+    return open_draft(folder, target.config, dtype)(target, device)
+
+
+def open_draft(folder: Path, target_config: Config, dtype: torch.dtype) -> Callable:
+    """Checks a drafter's folder, and that it fits a target, by configs and headers -> read(target, device) -> Drafter."""
     folder = Path(folder)
     raw = read_config(folder)
     architecture = str((raw.get("architectures") or [""])[0])
@@ -401,7 +414,7 @@ def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dty
             if part in EXTENSIONS:
                 raise UserError(f"{folder}: {files.spelling(name)} belongs to an extension ({EXTENSIONS[part]}) that is not supported")
     config = parse_config(DraftConfig, raw, folder / "config.json")
-    check_pair(config, target.config, folder)
+    check_pair(config, target_config, folder)
     draft = on_meta(Drafter, config, dtype)
     with torch.device("meta"):
         if "embed_tokens.weight" in files:
@@ -409,15 +422,18 @@ def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dty
         if "lm_head.weight" in files:
             draft.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
     check(list(layout(draft)), files)
-    draft.to_empty(device=device)
-    fill(list(layout(draft)), files, "loading the drafter")
-    draft.requires_grad_(False)
-    own = {name: m for name, m in draft.named_children() if name in ("embed_tokens", "lm_head")}
-    draft.share(target)
-    for name, m in own.items():
-        setattr(draft, name, m)
-    draft.reset_frequencies()
-    return draft.eval()
+
+    @torch.no_grad()
+    def read(target: Transformer, device) -> Drafter:
+        draft.to_empty(device=device)
+        fill(list(layout(draft)), files, "loading the drafter")
+        own = {name: m.requires_grad_(False) for name, m in draft.named_children() if name in ("embed_tokens", "lm_head")}
+        draft.share(target)
+        for name, m in own.items():
+            setattr(draft, name, m)
+        draft.reset_frequencies()
+        return draft.eval()
+    return read
 
 
 def check_pair(draft: DraftConfig, target: Config, folder: Path) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple, Optional, Union
@@ -18,12 +19,14 @@ from typing import Callable, Iterator, NamedTuple, Optional, Union
 import torch
 
 from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
-from checkpoint import WANTED, UserError, load_draft, load_target, parse_config, read_config, resolve
+from checkpoint import WANTED, UserError, open_draft, open_target, parse_config, read_config, resolve
 from draft import Drafter
 from model import Config, Transformer
 from plan import check_fits, memory_plan, table
 from show import DIM, DRAFTED, OWN, RESET, TextStream, draw_tree
 from verify import Decoder, Plan
+
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch says so once where NumPy is absent; nothing here needs it
 
 MODES = ("ar", "dflash", "ddtree")
 BUNDLED = "checkpoints/tiny/target"
@@ -44,14 +47,19 @@ def locate(model: str, draft: str, wanted: tuple = WANTED) -> tuple:
 
 
 def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.float32,
-         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None) -> tuple:
+         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None,
+         checked: Callable = lambda: None) -> tuple:
     """A folder or hub id -> target, drafter (or None), tokenizer.
 
     draft: a folder or hub id, "none", or "auto": the folder `draft` beside the target's, None where there is none.
-    block, draft_window, attention_factor: see Drafter.adapt. UserError on whatever does not fit."""
+    block, draft_window, attention_factor: see Drafter.adapt. checked() is called when both folders have been found sound
+    and no weight is read yet. UserError on whatever does not fit."""
     folder, draft_folder = locate(model, draft)
-    target = load_target(folder, device, dtype)
-    drafter = draft_folder and load_draft(draft_folder, target, device, dtype)
+    config, read_target = open_target(folder, dtype)
+    read_draft = draft_folder and open_draft(draft_folder, config, dtype)
+    checked()
+    target = read_target(device)
+    drafter = read_draft and read_draft(target, device)
     try:
         if drafter is not None:
             drafter.adapt(block, draft_window, attention_factor)
@@ -113,7 +121,9 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
     too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears of the prefill.
     UserError on arguments out of range."""
     context = min([target.config.max_positions] + ([draft.config.max_positions] if draft is not None else []))
-    check_arguments(target, draft, prompts, mode, budget, max_new_tokens, temperature, top_p, top_k, seed, spine, context)
+    check_settings(mode, budget, max_new_tokens, temperature, top_p, top_k, seed, len(prompts))
+    check_pair_for(mode, budget, spine, draft)
+    check_prompts(prompts, context, target.config.vocab_size)
     device, B = target.norm.weight.device, len(prompts)
     limit = [min(len(p) + max_new_tokens, context) for p in prompts]
     # slots in powers of two: with whole buckets a second call finds the graphs of the first
@@ -181,34 +191,49 @@ def span_for(length: int, slots: int) -> int:
     return min(bucket(length, 64), slots) if length else 0
 
 
-def check_arguments(target, draft, prompts, mode, budget, max_new_tokens, temperature, top_p, top_k, seed, spine, context) -> None:
-    """UserError on the first argument that cannot be served."""
-    def need(ok: bool, message: str) -> None:
-        if not ok:
-            raise UserError(message)
+def need(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+def check_settings(mode: str, budget: int, max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed, rows: int) -> None:
+    """UserError on the first setting out of range."""
     need(mode in MODES, f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
-    need(mode == "ar" or draft is not None, f"mode {mode} needs a drafter and there is none; pass --draft, or use --mode ar")
-    least = draft.depths if mode == "ddtree" and spine else 1
-    need(least <= budget <= 4096, f"budget must be between {least} and 4096, got {budget}")
+    need(1 <= budget <= 4096, f"budget must be between 1 and 4096, got {budget}")
     need(max_new_tokens >= 1, f"max-new-tokens must be at least 1, got {max_new_tokens}")
     need(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     need(0 < top_p <= 1, f"top-p must be above 0 and at most 1, got {top_p}")
-    need(0 <= top_k < 2 ** 63, f"top-k must be 0 (off) or positive and fit 64 bits, got {top_k}")
-    need(len(prompts) > 0, "there is no prompt; pass --prompt")
+    need(top_k >= 0, f"top-k must be 0 (off) or positive, got {top_k}")
     seeds = [seed] if isinstance(seed, int) else list(seed)
-    need(isinstance(seed, int) or len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts; pass one, or one per prompt")
+    need(isinstance(seed, int) or len(seeds) == rows, f"{len(seeds)} seeds for {rows} prompts; pass one, or one per prompt")
     need(all(-2 ** 63 <= s < 2 ** 63 for s in seeds), f"a seed must fit 64 bits, got {max(seeds, key=abs)}")
+
+
+def check_prompts(prompts: list, context: int, vocab: int) -> None:
+    """UserError on the first prompt that cannot be served."""
+    need(len(prompts) > 0, "there is no prompt; pass --prompt")
     for i, p in enumerate(prompts):
         need(len(p) > 0, f"prompt {i} is empty; give it at least one token")
         need(len(p) < context, f"prompt {i} has {len(p)} tokens and the context holds {context}; shorten it to at most {context - 1}")
-        bad = next((t for t in p if not 0 <= t < target.config.vocab_size), None)
-        need(bad is None, f"prompt {i} holds the token id {bad}; the vocabulary has ids 0 to {target.config.vocab_size - 1}")
+        bad = next((t for t in p if not 0 <= t < vocab), None)
+        need(bad is None, f"prompt {i} holds the token id {bad}; the vocabulary has ids 0 to {vocab - 1}")
+
+
+def check_pair_for(mode: str, budget: int, spine: bool, draft: Optional[Drafter]) -> None:
+    """UserError where a mode asks of the drafter what it cannot give."""
+    need(mode == "ar" or draft is not None, f"mode {mode} needs a drafter and there is none; pass --draft, or use --mode ar")
+    need(not (mode == "ddtree" and spine) or budget >= draft.depths, f"with a spine the budget must be at least the {draft and draft.depths} drafted depths, got {budget}")
 
 
 # The command line
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UserError(f"{message}; --help lists the flags")
+
+
 def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Speculative decoding with DFlash drafts and DDTree trees on sparse MLA models.")
+    parser = Parser(description="Speculative decoding with DFlash drafts and DDTree trees on sparse MLA models.")
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="what to continue; repeat it for a batch; - reads stdin")
     add("--model", default=BUNDLED, metavar="PATH|ID", help="the target: a folder or a hub id (default: the bundled one)")
@@ -259,8 +284,6 @@ def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
     plan = check_fits(there, read_config(folder), draft_folder and read_config(draft_folder), context, batch,
                       budget=args.budget, chunk=CHUNK, dtype=DTYPES[args.dtype])
     caches = plan["target latents"] + plan.get("drafter K/V", 0)
-    if plan["total"] < 1e9:
-        return
     print(f"memory: {(plan['total'] - caches - plan['workspace']) / 1e9:.3f} GB of weights, {caches / 1e9:.3f} GB of caches, "
           f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there", file=sys.stderr)
 
@@ -269,6 +292,7 @@ def read_chats(args: argparse.Namespace) -> list:
     """What is to be continued: texts (str), and chats (lists of messages)."""
     texts = read_prompts(args.prompt) if args.prompt or not args.messages else []
     if args.chat or args.system:
+        check_utf8(args.system or "", "the system message")
         system = [{"role": "system", "content": args.system}] if args.system else []
         texts = [[*system, {"role": "user", "content": t}] for t in texts]
     return texts + [read_messages(Path(f)) for f in args.messages]
@@ -278,15 +302,22 @@ def read_prompts(texts: Optional[list]) -> list:
     """The prompts' texts, stdin in the place of every '-'. UserError where stdin is not UTF-8 or there is no prompt."""
     if not texts:
         raise UserError("there is no prompt; pass --prompt TEXT, or --prompt - to read stdin")
+    for i, t in enumerate(texts):
+        check_utf8(t, f"prompt {i}")
     try:
         return [sys.stdin.buffer.read().decode("utf-8") if t == "-" else t for t in texts]
     except UnicodeDecodeError as e:
         raise UserError(f"stdin is not UTF-8 (byte {e.object[e.start]:#04x} at offset {e.start}); convert it, e.g. with iconv") from None
 
 
+def check_utf8(text: str, what: str) -> None:
+    if any("\udc80" <= c <= "\udcff" for c in text):  # what Python makes of other bytes on the command line
+        raise UserError(f"{what} is not UTF-8; convert it, e.g. with iconv")
+
+
 def check_device(name: str) -> str:
     try:
-        torch.empty(1, device=name)
+        torch.zeros(1, device=name).item()  # meta has no values to read
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise UserError(f"device {name!r} cannot be used ({str(e).splitlines()[0][:120]}); use cpu, or cuda where torch finds a GPU") from None
     return name
@@ -366,13 +397,18 @@ def run(args: argparse.Namespace) -> int:
     if args.plan:
         print_plan(args)
         return 0
-    texts, folder = read_chats(args), locate(args.model, args.draft)[0]
+    texts, (folder, draft_folder) = read_chats(args), locate(args.model, args.draft)
+    need(args.mode in (None, "ar") or draft_folder is not None, f"mode {args.mode} needs a drafter and there is none; pass --draft, or use --mode ar")
     check_device(args.device)
     tokenizer = load_tokenizer(folder)
     prompts = [encode(tokenizer, t) if isinstance(t, str) else encode_chat(tokenizer, folder, t) for t in texts]
     config = parse_config(Config, read_config(folder), folder / "config.json")
-    check_memory(args, min(max(map(len, prompts)) + max(args.max_new_tokens, 1), config.max_positions), len(prompts))
-    target, draft, tokenizer = load(args.model, args.draft, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor)
+    # whatever can be known to fail is said before weights are read
+    check_settings(args.mode or "ddtree", args.budget, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, len(prompts))
+    check_prompts(prompts, config.max_positions, config.vocab_size)
+    context = min(max(map(len, prompts)) + args.max_new_tokens, config.max_positions)
+    target, draft, tokenizer = load(args.model, args.draft, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
+                                    checked=lambda: check_memory(args, context, len(prompts)))
     if args.mode is None:
         args.mode = "ddtree" if draft is not None else "ar"
         if draft is None and args.draft != "none":
@@ -383,8 +419,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tree is not None:
         if args.mode == "ar" or args.tree < 1:
             raise UserError(f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {args.mode}")
-        context = target.config.max_positions
-        check_arguments(target, draft, prompts, args.mode, args.budget, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, args.spine, context)
+        check_pair_for(args.mode, args.budget, args.spine, draft)
         print(draw_round(target, draft, tokenizer, prompts[0], args.tree, args))
         return 0
     live = len(prompts) == 1 and not args.json

@@ -325,6 +325,9 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(c.num_experts, 2 * c.expert_ffn, c.hidden_size))
         self.down = nn.Parameter(torch.empty(c.num_experts, c.hidden_size, c.expert_ffn))
 
+    def num_weights(self) -> int:
+        return self.gate_up.numel() + self.down.numel()
+
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x (T, h), weights (T, K), ids (T, K) -> (T, h)."""
         T, K = ids.shape
@@ -438,11 +441,15 @@ class Transformer(nn.Module):
 
     # Cost accounting. Sizes are counted from the parameters themselves, so they hold on the meta device too.
 
+    def routed_experts(self) -> list:
+        return [layer.mlp.experts for layer in self.layers if isinstance(layer.mlp, MoE)]
+
     def num_params(self) -> int:
-        return sum(p.numel() for p in self.parameters())
+        routed = {id(p) for e in self.routed_experts() for p in e.parameters()}
+        return self.routed_params() + sum(p.numel() for p in self.parameters() if id(p) not in routed)
 
     def routed_params(self) -> int:
-        return sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
+        return sum(e.num_weights() for e in self.routed_experts())
 
     def active_params(self) -> int:
         """Parameters one token multiplies: everything but the experts it is not routed to (the embedding is a lookup)."""

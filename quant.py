@@ -83,6 +83,10 @@ class PackedExperts(nn.Module):
         self.gate_up_packed, self.gate_up_scale = words(2 * width, hidden), scales(2 * width, hidden)
         self.down_packed, self.down_scale = words(hidden, width), scales(hidden, width)
 
+    def num_weights(self) -> int:
+        """Of the model, not of the storage: a word holds eight."""
+        return WORD * (self.gate_up_packed.numel() + self.down_packed.numel())
+
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x (T, h), weights (T, K), ids (T, K) -> (T, h)."""
         return packed_experts(x, weights, ids, self.gate_up_packed, self.gate_up_scale, self.down_packed, self.down_scale)
