@@ -93,7 +93,7 @@ class DraftAttention(nn.Module):
 
     def forward(self, x: Tensor, kv_weight: Tensor, k: Tensor, v: Tensor, rope: tuple, bias: Tensor) -> Tensor:
         """x (B, M, b, h); kv_weight (2, G*d, h); k, v (B, S, G, d); bias (B, 1, M, b, 1, S+b) -> (B, M, b, h)."""
-        c, (B, M, b, _) = self.c, x.shape
+        c, (_, M, b, _) = self.c, x.shape
         G, g, S = c.num_kv_heads, c.num_heads // c.num_kv_heads, k.shape[1]
         own_k, own_v = (x @ kv_weight.flatten(0, 1).T).unflatten(-1, (2, G, c.head_dim)).unbind(3)       # (B, M, b, G, d)
         own_k = rotate_halves(self.k_norm(own_k), *rope).permute(0, 3, 1, 2, 4)                          # (B, G, M, b, d)

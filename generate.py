@@ -23,7 +23,7 @@ from checkpoint import WANTED, UserError, open_draft, open_target, parse_config,
 from draft import Drafter
 from model import Config, Transformer
 from plan import check_fits, memory_plan, table
-from show import DIM, DRAFTED, OWN, RESET, TextStream, draw_tree
+from show import DIM, RESET, Screen, draw_tree, summary
 from verify import Decoder, Plan
 
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch says so once where NumPy is absent; nothing here needs it
@@ -321,50 +321,6 @@ def check_device(name: str) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise UserError(f"device {name!r} cannot be used ({str(e).splitlines()[0][:120]}); use cpu, or cuda where torch finds a GPU") from None
     return name
-
-
-def summary(mode: str, results: list, seconds: float) -> str:
-    """The one line that closes a run. tok/s counts what came after the first token, over the time it took."""
-    tokens, steps = sum(len(r.tokens) for r in results), sum(len(r.accepted) for r in results)
-    emitted = tokens - sum(bool(r.tokens) for r in results)
-    first = max((r.first_token for r in results), default=0.0)
-    rate = emitted / (seconds - first) if seconds > first and emitted else 0.0
-    return (f"{mode}: {tokens} tokens, {steps} rounds, {emitted / steps if steps else 0:.2f} tokens per round, {rate:.1f} tok/s, "
-            f"first token after {first * 1e3:.0f} ms")
-
-
-class Screen:
-    """Text of all rows as it becomes complete; a single row is printed live."""
-
-    def __init__(self, tokenizer, rows: int, stop: tuple, live: bool, color: bool):
-        self.streams = [TextStream(tokenizer, stop) for _ in range(rows)]
-        self.painted = [""] * rows
-        self.pieces, self.live, self.color = [], live, color
-
-    def until(self, row: int, tokens: list) -> Optional[int]:
-        """Reads new tokens up to a stop string; the pieces of text wait for `show`, which knows which ones were drafted."""
-        self.pieces = []
-        for i, token in enumerate(tokens):
-            self.pieces.append(self.streams[row].push(token))
-            if self.streams[row].stopped:
-                return i + 1
-        return None
-
-    def show(self, e: Event) -> None:
-        pieces = self.pieces[:len(e.tokens)] if e.tokens else []
-        self.put(e.row, [(text, i < e.drafts) for i, text in enumerate(pieces)])
-        if e.finish:
-            self.put(e.row, [(self.streams[e.row].flush(), False)])
-
-    def put(self, row: int, pieces: list) -> None:
-        text = "".join(f"{DRAFTED if drafted else OWN}{t}{RESET}" if self.color and t else t for t, drafted in pieces)
-        self.painted[row] += text
-        if self.live:
-            print(text, end="", flush=True)
-
-    def close(self) -> None:
-        for row, s in enumerate(self.streams):
-            self.put(row, [(s.flush(), False)])
 
 
 def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str:

@@ -227,7 +227,7 @@ class Attention(nn.Module):
         """Absorbed: queries move into the latent space, so every latent row is read once for all nodes and heads.
         past (B, S, C+R) committed latents; bias (B, N, 1, S+N), 0 where visible and -inf elsewhere.
         Returns the output (B, N, h) and the new latents (B, N, C+R)."""
-        C, (B, N, _) = self.c.kv_lora_rank, x.shape
+        C, N = self.c.kv_lora_rank, x.shape[1]
         q_nope, q_rope, new = self.project(x, rope)
         q = torch.cat((torch.einsum("bnhd,hdc->bnhc", q_nope, self.w_uk), q_rope), -1).flatten(1, 2)  # (B, N*H, C+R)
         scores = torch.cat((q @ past.mT, q @ new.mT), -1).unflatten(1, (N, -1))                      # (B, N, H, S+N)

@@ -297,7 +297,7 @@ def draft_loss(draft: Drafter, taps: Tensor, ids: Tensor, logits: Tensor, anchor
     Cross entropy to what the target would say at each drafted position: its distribution where it sampled, its
     token where it was greedy."""
     B, T = ids.shape
-    M, D = anchors.shape[1], draft.depths
+    D = draft.depths
     at = anchors.unsqueeze(-1) + torch.arange(D)                                        # (B, M, D) where each depth's label was decided
     rows = torch.arange(B).view(-1, 1, 1)
     soft = (logits[rows, at] / temperature.clamp(min=0.1).view(-1, 1, 1, 1)).softmax(-1)  # (B, M, D, V)
