@@ -30,6 +30,7 @@ from generate import generate
 from model import Config, Router, Transformer
 
 END, MASK = "<|endoftext|>", "<|mask|>"
+SAVE_SECONDS = 120  # between resumable states
 
 TARGET = {  # a genuine DeepSeek-V3 in small: deep and narrow, so that a drafter is as cheap beside it as in real life
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_act": "silu", "attention_bias": False,
@@ -224,7 +225,7 @@ def train_target(args) -> None:
             for r in routers:
                 r.load.zero_()
             progress(f"target {step + 1}/{steps}  held-out loss {sum(losses) / len(losses):.4f}", end=True)
-        if time.time() - saved > 120 or step + 1 == steps:
+        if time.time() - saved > SAVE_SECONDS or step + 1 == steps:
             save_atomically({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
             saved = time.time()
     save_target(model, TARGET, Path(args.out) / "target")
@@ -387,7 +388,7 @@ def train_draft(args) -> None:
             figures = "  ".join(f"temperature {s['temperature']}: chain {c:.2f}, tree of 32 {t:.2f}"
                                 for s in held_out[:2] for c, t in [held_out_acceptance(draft, target, [s], 32)])
             progress(f"draft {step + 1}/{steps}  held-out tokens per round: {figures}", end=True)
-        if time.time() - saved > 120 or step + 1 == steps:
+        if time.time() - saved > SAVE_SECONDS or step + 1 == steps:
             save_atomically({"model": draft.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
             saved = time.time()
     save_draft(draft, DRAFT, out / "draft")
