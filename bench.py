@@ -240,12 +240,6 @@ def show_comparison(rows: list, prompts: list, tokenizer, args) -> None:
     print(f"repeated 4-grams: {base['repeated_4grams']:.0%}. The first text:", *(f"    {line}" for line in text.splitlines()), sep="\n", flush=True)
 
 
-def fastest(rows: list) -> list:
-    """The row to pick for each concurrency and temperature."""
-    keys = dict.fromkeys((r["concurrency"], r["temperature"]) for r in rows)
-    return [max((r for r in rows if (r["concurrency"], r["temperature"]) == key), key=lambda r: r["tok_s"]["median"]) for key in keys]
-
-
 def bench_text(args) -> dict:
     """Modes x concurrency x temperature, and the questions where they are asked."""
     texts = read_prompts(args.prompt_file, args.prompts)
@@ -262,7 +256,8 @@ def bench_text(args) -> dict:
     report = {"modes": rows}
     if args.questions:
         report["questions"] = answer_questions(pair, prompts, rows[:len(cases)], args)
-    report["pick"] = [{k: r[k] for k in ("concurrency", "temperature", "case", "tok_s", "ratio")} for r in fastest(rows)]
+    fastest = {(r["concurrency"], r["temperature"]): r for r in sorted(rows, key=lambda r: r["tok_s"]["median"])}
+    report["pick"] = [{k: r[k] for k in ("concurrency", "temperature", "case", "tok_s", "ratio")} for _, r in sorted(fastest.items())]
     print("\n(d) what to pick")
     table(["concurrency", "temperature", "mode", "tok/s", "ratio"],
           [[str(p["concurrency"]), f"{p['temperature']:g}", p["case"], short(p["tok_s"], 1), p["ratio"]] for p in report["pick"]])
@@ -329,34 +324,33 @@ def cost(ms: list, base: list, touched: list, moved: float, copy: float, **where
 
 
 @torch.no_grad()
-def verify_costs(pair: tuple, prompts: list, nodes: list, copy: float, args) -> list:
+def verify_costs(pair: tuple, prompts: list, batch: int, nodes: list, copy: float, args) -> list:
     """A row per number of nodes and context. The context is real text, the trees are the drafter's."""
-    (target, draft, _), text = pair, sum(prompts, [])
-    c, device = target.config, target.norm.weight.device
-    text = text * (c.max_positions // len(text) + 1)
+    (target, draft, _), c, device = pair, pair[0].config, pair[0].norm.weight.device
+    text = [sum(prompts[i % len(prompts):] + prompts[:i % len(prompts)], []) for i in range(batch)]  # another beginning for every row
+    text = torch.tensor([(row * (c.max_positions // len(row) + 1))[:c.max_positions] for row in text], device=device)
     contexts = [n for n in args.contexts or CONTEXTS if n + max(nodes) <= c.max_positions]
     if not contexts:
         raise UserError(f"a context of {min(args.contexts or CONTEXTS)} and {max(nodes)} nodes exceed the {c.max_positions} positions of the model")
-    decoder = Decoder(target, draft, 1, max(contexts) + max(nodes))
-    for _ in prefill(decoder, [text[:max(contexts)]], Plan("ar"), device):
+    decoder = Decoder(target, draft, batch, max(contexts) + max(nodes))
+    for _ in prefill(decoder, text[:, :max(contexts)].tolist(), Plan("ar"), device):
         pass
     lookup = 0 if target.lm_head.weight is target.embed_tokens.weight else target.embed_tokens.weight.nbytes
     expert = weight_bytes(target, routed=True) / (sum(c.moe_layers) * c.num_experts or 1)
     forward, points, calls = compiled(lambda *a: target(*a, decoder.taps), args.compile), {}, {}
     for context in contexts:  # a shorter context is the same cache with fewer slots in sight
-        root, length = torch.tensor([text[context]], device=device), torch.tensor([context], device=device)
-        span = span_for(context, decoder.slots)
+        root, length, span = text[:, context], torch.full((batch,), context, device=device), span_for(context, decoder.slots)
         for N in nodes:
-            tree = chain(torch.tensor([text[context:context + N]], device=device))
+            tree = chain(text[:, context:context + N])
             if draft is not None and N > 1:
                 tree = build_tree(draft.propose(root, length, span), root, N - 1)
             with watching(target) as touched, Reads(target.cache) as reads:
                 target(tree, length, span, decoder.taps)
-            points[N, context] = touched, span * target.latent_bytes_per_token(), reads.bytes
+            points[N, context] = touched, batch * span * target.latent_bytes_per_token(), reads.bytes
             calls[N, context] = lambda tree=tree, length=length, span=span: forward(tree, length, span)
     times = timings(calls, device, args.repeats)
     return [cost(times[N, context], times[nodes[0], context], touched, weight_bytes(target) - lookup + sum(touched) * expert + seen, copy,
-                 nodes=N, context=context, context_bytes=seen, context_bytes_taken=taken) for (N, context), (touched, seen, taken) in points.items()]
+                 batch=batch, nodes=N, context=context, context_bytes=seen, context_bytes_taken=taken) for (N, context), (touched, seen, taken) in points.items()]
 
 
 def show_context(rows: list) -> None:
@@ -371,16 +365,16 @@ def show_context(rows: list) -> None:
 
 def candidate_costs(rows: list, costs: list, pair: tuple) -> list:
     """What the round of each case (rows: of one concurrency and temperature) reads, takes, and must win."""
-    target, draft, _ = pair
+    (target, draft, _), B = pair, rows[0]["concurrency"]
     context = min((c["context"] for c in costs), key=lambda c: abs(c - 256))
-    at, ar_ms, out = {c["nodes"]: c for c in costs if c["context"] == context}, 1e3 / rows[0]["tok_s"]["median"], []
+    at, ar_ms, out = {c["nodes"]: c for c in costs if c["context"] == context}, B / rows[0]["tok_s"]["median"] * 1e3, []
     for r in rows:
         c, pooled = at[nodes_of(r, draft)], r["pooled"]
-        drafting = 0 if r["mode"] == "ar" else draft.weight_bytes() + draft.lm_head.weight.nbytes + context * draft.kv_bytes_per_token()
-        besides = pooled / r["tok_s"]["median"] * 1e3 - c["ms"]["median"]  # milliseconds of a round that are not verification
-        out.append({**c, "case": r["case"], "tokens_per_round": pooled, "round_bytes": c["bytes"] + drafting, "bytes_per_token": (c["bytes"] + drafting) / pooled,
+        moved = c["bytes"] if r["mode"] == "ar" else c["bytes"] + draft.weight_bytes() + draft.lm_head.weight.nbytes + B * context * draft.kv_bytes_per_token()
+        besides = B * pooled / r["tok_s"]["median"] * 1e3 - c["ms"]["median"]  # milliseconds of a round that are not verification
+        out.append({**c, "case": r["case"], "tokens_per_round": pooled, "round_bytes": moved, "bytes_per_token": moved / pooled / B,
                     "must_win": pooled / r["ratio"]["median"], "even_at": (pooled * ar_ms - besides) / at[1]["ms"]["median"]})
-    print(f"\n(b) what does a candidate cost? At {context} tokens of context; {target.config.num_experts} experts, {target.config.experts_per_token} per token")
+    print(f"\n(b) what does a candidate cost? Batch {B}, {context} tokens of context; {target.config.num_experts} experts, {target.config.experts_per_token} per token")
     table(["mode", "nodes", "verify ms", "x 1 node", "experts/layer", "MB/round", "tokens/round", "MB/token", "GB/s", "of copy", "must win", "even at"],
           [[o["case"], str(o["nodes"]), o["ms"], o["x"], o["experts"], o["round_bytes"] / 1e6, o["tokens_per_round"], o["bytes_per_token"] / 1e6,
             o["gb_s"], f"{o['of_copy']:.0%}", o["must_win"], o["even_at"]] for o in out])
@@ -395,7 +389,7 @@ def answer_questions(pair: tuple, prompts: list, alone: list, args) -> dict:
     """(a), (b) and (c). alone: the rows of the first concurrency and temperature."""
     copy = copy_gb_s(pair[0].norm.weight.device)
     print(f"\na copy moves {copy:.1f} GB/s")
-    costs = verify_costs(pair, prompts, sorted({1, *(nodes_of(r, pair[1]) for r in alone)}), copy, args)
+    costs = verify_costs(pair, prompts, args.concurrency[0], sorted({1, *(nodes_of(r, pair[1]) for r in alone)}), copy, args)
     show_context(costs)
     answers = {"copy_gb_s": copy, "verify": costs, "candidates": candidate_costs(alone, costs, pair)}
     print("\n(c) what do compiled rounds bring?")
