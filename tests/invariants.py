@@ -21,7 +21,9 @@ def scored(target, text: list, taps: tuple = ()) -> tuple:
     """Logits, taps and latents of one text scored as a chain from nothing; the cache in use stays as it is."""
     kept, target.cache = target.cache, target.norm.weight.new_zeros(target.config.num_layers, 1, 1, target.config.latent_dim)
     try:
-        return target(chain(torch.tensor([text])), torch.zeros(1, dtype=torch.long), 0, taps)
+        logits, _, latents = target(chain(torch.tensor([text])), torch.zeros(1, dtype=torch.long), 0)
+        hidden = target.score(torch.tensor([text]))[1]
+        return logits, torch.cat([hidden[i + 1] for i in taps], -1) if taps else None, latents
     finally:
         target.cache = kept
 

@@ -184,6 +184,7 @@ def ready(rows: int, limits: list) -> tuple:
     draft = tiny.drafter(target)
     decoder = Watched(target, draft, rows, max(limits))
     decoder.limit.copy_(torch.tensor(limits))
+    decoder.prepare(Plan("ddtree", 12))
     prompts = tiny.prompts(13, *range(3, 3 + rows))
     tokens = torch.tensor([p + [0] * (10 - len(p)) for p in prompts])
     roots = decoder.prefill(tokens, torch.tensor([len(p) for p in prompts]), torch.ones(rows, dtype=torch.bool), Plan(), 0)
@@ -246,5 +247,5 @@ def long_text(prompt: list) -> list:
 def test_stages_are_marked_in_order():
     decoder, _, _ = ready(1, [20])
     seen = []
-    super(Watched, decoder).round(Plan(), 20, seen.append)
+    super(Watched, decoder).round(Plan("ddtree", 12), 20, seen.append)
     assert seen == ["propose", "build", "verify", "accept+commit"]

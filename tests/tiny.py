@@ -77,8 +77,8 @@ class Informed(Drafter):
                 if self.forgets and p % 11 == 0:
                     continue
                 if self.forgets and p % 4 == 0:
-                    logits[row, d, (token + 1) % logits.shape[-1]] = top + 3
-                logits[row, d, token] = top + 2
+                    logits[row, d, (token + 1) % logits.shape[-1]] = top + 9
+                logits[row, d, token] = top + 8
         return logits
 
 
