@@ -438,4 +438,6 @@ def main(argv: Optional[list] = None) -> int:
 
 
 if __name__ == "__main__":
+    for channel in (sys.stdout, sys.stderr):  # text is UTF-8 whatever the locale says
+        channel.reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.exit(main())
