@@ -1,0 +1,79 @@
+"""The bundled pair: what a fresh clone runs."""
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate
+from invariants import decode, texts
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "checkpoints" / "tiny"
+pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="the pair is not there yet")
+
+PROMPTS = ["def merge_sort(items):", "import os\n\n\nclass Cache:\n    def __init__(self, size=128):\n", "# naïve 漢字\nx = "]
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple:
+    return generate.load(str(FOLDER / "target"), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts(pair) -> list:
+    return [pair[2].encode(p).ids for p in PROMPTS]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": [1, 2, 3]}], ids=["greedy", "sampled"])
+def test_one_text_in_every_mode(pair, prompts, settings):
+    target, draft, _ = pair
+    plain = decode(target, None, prompts, "ar", max_new_tokens=40, **settings)
+    for mode, budget, spine in (("dflash", 1, False), ("ddtree", 32, False), ("ddtree", 32, True)):
+        results = decode(target, draft, prompts, mode, max_new_tokens=40, budget=budget, spine=spine, **settings)
+        assert texts(results) == texts(plain)
+        accepted = [a for r in results for a in r.accepted]
+        assert sum(accepted) > 0.5 * len(accepted) and max(accepted) >= 4
+
+
+def test_bf16_tokens_are_the_targets_choice(prompts):
+    target, draft, _ = generate.load(str(FOLDER / "target"), dtype=torch.bfloat16)
+    for p, r in zip(prompts, generate.generate(target, draft, prompts, max_new_tokens=40)):
+        logits = target.score(torch.tensor([p + r.tokens]))[0][0, len(p) - 1:-1].float()
+        gap = logits.max(-1).values - logits.gather(-1, torch.tensor(r.tokens).unsqueeze(-1)).squeeze(-1)
+        assert (gap == 0).float().mean() > 0.85 and gap.max() < 0.5
+
+
+def test_readme_command_as_a_process():
+    """Python code on stdout, the closing line last on stderr, no network."""
+    p = subprocess.run([sys.executable, "generate.py", "--prompt", PROMPTS[0]], cwd=ROOT, capture_output=True,
+                       env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+    assert p.returncode == 0, p.stderr
+    last = p.stderr.decode().splitlines()[-1]
+    rounds = re.fullmatch(r"ddtree: (\d+) tokens, \d+ rounds, (\d+\.\d+) tokens per round, \d+\.\d tok/s, first token after \d+ ms", last)
+    assert rounds and float(rounds[2]) > 2
+    assert len(p.stdout.decode()) > 100 and "\n    " in p.stdout.decode()
+
+
+def test_layout_is_the_hubs():
+    target, draft = (json.loads((FOLDER / part / "config.json").read_text()) for part in ("target", "draft"))
+    assert target["architectures"] == ["DeepseekV3ForCausalLM"] and target["n_routed_experts"] >= 8
+    assert generate.load(str(FOLDER / "target"))[1].config.slots == "masked" and {**draft, **draft.get("dflash_config", {})}["block_size"] == 8
+    assert sum(f.stat().st_size for f in FOLDER.rglob("*") if f.is_file()) <= 24e6
+    assert (FOLDER / "target" / "tokenizer.json").exists()
+
+
+def test_transformers_gives_the_same_logits(prompts):
+    """The folder, unchanged, in the library that most would load it with."""
+    transformers = pytest.importorskip("transformers")
+    theirs, loading = transformers.DeepseekV3ForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32, output_loading_info=True)
+    assert not any(loading[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours = generate.load(str(FOLDER / "target"), "none")[0]
+    ids = torch.tensor([prompts[1]])
+    with torch.no_grad():
+        want = theirs(ids).logits
+    assert (ours.score(ids)[0] - want).abs().max() < 1e-4 * want.abs().max()
