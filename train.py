@@ -247,12 +247,13 @@ SHARD, LENGTH = 128, 256             # sequences per shard, tokens per sequence
 
 
 def write_data(args) -> None:
-    """Shards of (128, 256) tokens: a prompt from the training text, then the target's own continuation."""
+    """Shards of (128, 256) tokens: a prompt from the training text, then the target's own continuation; and, for one in
+    four, plain training text, of which the target's distribution is learned all the same."""
     folder = Path(args.work) / "data"
     folder.mkdir(parents=True, exist_ok=True)
     target = load_target(Path(args.out) / "target", "cpu", torch.bfloat16)
     _, text, _ = prepare_text(Path(args.work), target.config.vocab_size)
-    shards, began, made = args.steps or 160, time.time(), 0
+    shards, began, made = args.steps or 48, time.time(), 0
     for shard in range(shards):
         path = folder / f"{shard:05}.pt"
         if path.exists():
@@ -268,6 +269,8 @@ def write_data(args) -> None:
         rate = made * SHARD * (LENGTH - prompt) / (time.time() - began)
         progress(f"data {shard + 1}/{shards} shards  temperature {temperature}  {repeated_share(written[:, prompt:]):.0%} repeated 4-grams  "
                  f"{rate / 1e3:.1f}k tokens/s  {(shards - shard - 1) * (time.time() - began) / made / 60:.1f} min left", end=shard + 1 == shards)
+    for i in range(shards // 3):
+        save_atomically({"tokens": windows(text, SHARD, LENGTH, 5_000_000 + i).short(), "prompt": 1, "temperature": 1.0}, folder / f"text_{i:05}.pt")
 
 
 def repeated_share(tokens: Tensor) -> float:
