@@ -203,7 +203,7 @@ def check_settings(mode: str, budget: int, max_new_tokens: int, temperature: flo
     need(max_new_tokens >= 1, f"max-new-tokens must be at least 1, got {max_new_tokens}")
     need(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     need(0 < top_p <= 1, f"top-p must be above 0 and at most 1, got {top_p}")
-    need(top_k >= 0, f"top-k must be 0 (off) or positive, got {top_k}")
+    need(0 <= top_k < 2 ** 63, f"top-k must be 0 (off) or positive and fit 64 bits, got {top_k}")
     seeds = [seed] if isinstance(seed, int) else list(seed)
     need(isinstance(seed, int) or len(seeds) == rows, f"{len(seeds)} seeds for {rows} prompts; pass one, or one per prompt")
     need(all(-2 ** 63 <= s < 2 ** 63 for s in seeds), f"a seed must fit 64 bits, got {max(seeds, key=abs)}")
@@ -355,6 +355,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     texts, (folder, draft_folder) = read_chats(args), locate(args.model, args.draft)
     need(args.mode in (None, "ar") or draft_folder is not None, f"mode {args.mode} needs a drafter and there is none; pass --draft, or use --mode ar")
+    if args.tree is not None and (args.mode == "ar" or draft_folder is None or args.tree < 1):
+        raise UserError(f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {'ar' if draft_folder is None else args.mode or 'ddtree'}")
     check_device(args.device)
     tokenizer = load_tokenizer(folder)
     prompts = [encode(tokenizer, t) if isinstance(t, str) else encode_chat(tokenizer, folder, t) for t in texts]
@@ -373,8 +375,6 @@ def run(args: argparse.Namespace) -> int:
     settings = dict(budget=args.budget, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
                     top_k=args.top_k, seed=args.seed, stop_ids=stops, spine=args.spine, compile=args.compile)
     if args.tree is not None:
-        if args.mode == "ar" or args.tree < 1:
-            raise UserError(f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {args.mode}")
         check_pair_for(args.mode, args.budget, args.spine, draft)
         print(draw_round(target, draft, tokenizer, prompts[0], args.tree, args))
         return 0
