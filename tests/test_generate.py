@@ -342,7 +342,7 @@ def test_a_round_copies_nothing_to_the_host(monkeypatch):
 
 
 @pytest.mark.parametrize("changes, says", [
-    ({"mode": "medusa"}, "unknown mode"), ({"budget": 0}, "budget"), ({"budget": 4097}, "budget"), ({"budget": 3, "spine": True}, "budget must be between 5"),
+    ({"mode": "medusa"}, "unknown mode"), ({"budget": 0}, "budget"), ({"budget": 4097}, "budget"), ({"budget": 3, "spine": True}, "budget must be at least the 5"),
     ({"max_new_tokens": 0}, "max-new-tokens"), ({"temperature": -0.1}, "temperature"), ({"temperature": float("nan")}, "temperature"),
     ({"temperature": float("inf")}, "temperature"), ({"top_p": 0.0}, "top-p"), ({"top_p": 1.01}, "top-p"), ({"top_p": float("nan")}, "top-p"),
     ({"top_k": -1}, "top-k"), ({"top_k": 2 ** 70}, "top-k"), ({"seed": 2 ** 63}, "seed"), ({"seed": [1, 2]}, "2 seeds for 1 prompts"),

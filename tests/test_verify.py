@@ -1,13 +1,12 @@
 """Sampling as a pure function, its distribution, acceptance's bookkeeping, and single steps of the Decoder."""
 import math
-from collections import Counter
 
 import pytest
 import torch
 
 import tiny
-from invariants import UNWRITTEN, Watched, close
-from model import chain
+from generate import generate
+from invariants import UNWRITTEN, Watched
 from verify import Plan, Sampling, commit, gumbel, keep_top, sample
 
 
@@ -223,25 +222,16 @@ def test_rows_of_one_batch_may_differ_in_every_setting():
 
 def test_a_round_stops_at_its_limit():
     """Rows never hold more than `limit` tokens, the root included, whatever is accepted."""
+    text, = generate(tiny.target(), None, tiny.prompts(13, 3), "ar", max_new_tokens=20)
     for limit in range(4, 12):
         decoder, prompts, roots = ready(1, [limit])
-        text = prompts[0] + roots.tolist()
-        decoder.draft.tell([prompts[0] + long_text(prompts[0])])
+        decoder.draft.tell([prompts[0] + text.tokens])
         decoder.draft.forgets = False
+        tokens, rounds = roots.tolist(), 0
         while decoder.active.item():
-            count, *tokens = decoder.round(Plan("dflash"), limit)[0].tolist()
-            text += tokens[:count]
-        assert len(text) == limit and text[3:] == long_text(prompts[0])[:limit - 3]
-
-
-def long_text(prompt: list) -> list:
-    from generate import generate
-    target = tiny.target()
-    kept = target.cache
-    try:
-        return generate(target, None, [prompt], "ar", max_new_tokens=20)[0].tokens
-    finally:
-        target.cache = kept
+            count, *new = decoder.round(Plan("dflash"), limit)[0].tolist()
+            tokens, rounds = tokens + new[:count], rounds + 1
+        assert tokens == text.tokens[:limit - 3] and rounds == -(-(limit - 4) // 6)
 
 
 def test_stages_are_marked_in_order():
