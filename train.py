@@ -181,7 +181,7 @@ def schedule(step: int, steps: int, lr: float, warmup: int = 100) -> float:
 
 
 def train_target(args) -> None:
-    work, steps = Path(args.work), args.steps or 1500
+    work, steps = Path(args.work), args.steps or 1300
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, text, held_out = prepare_text(work, TARGET["vocab_size"])
     torch.manual_seed(0)
@@ -253,7 +253,7 @@ def write_data(args) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     target = load_target(Path(args.out) / "target", "cpu", torch.bfloat16)
     _, text, _ = prepare_text(Path(args.work), target.config.vocab_size)
-    shards, began, made = args.steps or 48, time.time(), 0
+    shards, began, made = args.steps or 40, time.time(), 0
     for shard in range(shards):
         path = folder / f"{shard:05}.pt"
         if path.exists():
@@ -348,7 +348,7 @@ def held_out_acceptance(draft: Drafter, target: Transformer, shards: list, budge
 
 
 def train_draft(args) -> None:
-    work, out, steps, anchors = Path(args.work), Path(args.out), args.steps or 1600, args.anchors
+    work, out, steps, anchors = Path(args.work), Path(args.out), args.steps or 1300, args.anchors
     target = load_target(out / "target", "cpu", torch.bfloat16)
     wide = load_target(out / "target", "cpu", torch.float32)  # its embedding and head, at the drafter's precision
     files = sorted((work / "data").glob("*.pt"))
