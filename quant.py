@@ -1,9 +1,13 @@
 """Quantized weights: fp8 blocks, which become dense when a checkpoint is loaded, and int4 experts, which never do.
 
-A layer of int4 experts stays packed in memory. A forward unpacks the experts that its tokens use, one at a time.
+A layer of int4 experts stays packed in memory. A forward unpacks the experts that its tokens use, one at a time; on a GPU
+with Triton, w4a16.py unpacks them in registers.
 
 Shapes: T tokens, K experts per token, E experts, I expert width, h hidden size.
 """
+import functools
+import importlib.util
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,13 +61,23 @@ def all_rows(x: Tensor, weights: Tensor, ids: Tensor, *packed: Tensor) -> Tensor
     return out
 
 
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    """Whether w4a16.py can run there. Triton is no requirement of this project: torch's builds for GPUs bring it."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 @torch.library.custom_op("nanograft::packed_experts", mutates_args=())
 def packed_experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up_packed: Tensor, gate_up_scale: Tensor,
                    down_packed: Tensor, down_scale: Tensor) -> Tensor:
     """The experts' forward over packed weights. An operator of its own, so that a compiled graph keeps it whole: its loop
     holds one dense expert at a time, where a compiler might merge the loop's rounds and hold many."""
-    way = own_rows if x.device.type == "cpu" else all_rows
-    return way(x, weights, ids, gate_up_packed, gate_up_scale, down_packed, down_scale)
+    if x.dtype != torch.float64 and has_kernel(x.device):
+        from w4a16 import grouped_rows as way  # here, because it imports Triton
+    else:
+        way = own_rows if x.device.type == "cpu" else all_rows
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        return way(x, weights, ids, gate_up_packed, gate_up_scale, down_packed, down_scale)
 
 
 @packed_experts.register_fake
