@@ -122,6 +122,19 @@ def test_settings_reach_the_decoder(pair):
     assert tokens("--top-k", 1) == tokens("--temperature", 0)
 
 
+@pytest.mark.parametrize("flags, depths", [(["--block", 3], 2), (["--draft-window", 6], 5), (["--attention-factor", 1.4], 5)])
+def test_overrides_of_the_drafter_change_drafts_and_no_text(pair, monkeypatch, flags, depths):
+    seen = []
+    ordinary = generate.Decoder.propose
+    monkeypatch.setattr(generate.Decoder, "propose", lambda *args: seen.append(ordinary(*args)) or seen[-1])
+    plain, = objects(pair, "--prompt", PROMPT)
+    first = seen[0]
+    seen.clear()
+    o, = objects(pair, "--prompt", PROMPT, *flags)
+    assert o["tokens"] == plain["tokens"]
+    assert seen[0].shape[1] == depths and not torch.equal(seen[0], first[:, :depths])
+
+
 def test_prompts_together_print_what_each_prints_alone(pair):
     prompts = [PROMPT, "x", "return 漢字 " * 9]
     together = objects(pair, *(a for p in prompts for a in ("--prompt", p)))
@@ -399,7 +412,9 @@ def test_bad_arguments_are_refused(pair, args, says):
     refused(*run("--model", pair / "target", "--prompt", PROMPT, *args), says)
 
 
-@pytest.mark.parametrize("args, says", [(["--budget", "4", "--spine"], "budget must be at least the 5"), (["--tree", "9999"], "round 9999")])
+@pytest.mark.parametrize("args, says", [
+    (["--budget", "4", "--spine"], "budget must be at least the 5"), (["--tree", "9999"], "round 9999"), (["--block", "1"], "block must be between 2 and the 6"),
+    (["--block", "7"], "block"), (["--draft-window", "5"], "window"), (["--attention-factor", "0"], "attention factor")])
 def test_what_only_the_loaded_pair_shows_is_refused(pair, args, says):
     """After the line of the memory plan, that is."""
     code, out, err = run("--model", pair / "target", "--prompt", "x" * 490, *args)

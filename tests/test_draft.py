@@ -128,11 +128,40 @@ def test_span_is_only_a_bound():
 
 
 def test_a_lowered_block_drafts_less():
-    """A block below the trained size still runs, in every mode of reading its slots."""
+    """A block below the trained size is what a block of that size is."""
     for kind, depths in (("full", 3), ("next", 4)):
         draft, _, length = grafted(kind, [7])
-        draft.block = 4
-        assert draft.propose(torch.tensor([5]), length).shape == (1, depths, 13)
+        draft.adapt(block=4)
+        marginals = draft.propose(torch.tensor([5]), length)
+        assert marginals.shape == (1, depths, 13)
+        short, _, _ = grafted(kind, [7], block_size=4)
+        close(marginals, short.propose(torch.tensor([5]), length), 1e-12)
+
+
+def test_a_draft_window_is_what_full_layers_see():
+    """With window 6, position 20 sees 15 … 20: what lies before changes nothing, 15 does."""
+    draft, _, length = grafted("full", [20])
+    draft.adapt(window=6)
+    base = draft.propose(torch.tensor([3]), length)
+    draft.v_cache[:, :, :15] += 1.0
+    assert torch.equal(draft.propose(torch.tensor([3]), length), base)
+    draft.v_cache[:, :, 15] += 1.0
+    assert not torch.equal(draft.propose(torch.tensor([3]), length), base)
+
+
+def test_an_attention_factor_scales_cos_and_sin():
+    draft, _, _ = grafted("full", [7])
+    plain = draft.rope(torch.tensor([3, 4]))
+    draft.adapt(attention_factor=1.41589)
+    for got, want in zip(draft.rope(torch.tensor([3, 4])), plain):
+        close(got, want * 1.41589, 1e-12)
+
+
+@pytest.mark.parametrize("changes", [{"block": 1}, {"block": 7}, {"window": 5}, {"window": -1}, {"attention_factor": 0.0}, {"attention_factor": float("inf")}])
+def test_overrides_out_of_range_are_refused(changes):
+    draft, _, _ = grafted("full", [7])
+    with pytest.raises(ValueError):
+        draft.adapt(**changes)
 
 
 @pytest.mark.parametrize("own", [True, False])

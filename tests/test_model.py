@@ -145,7 +145,8 @@ def test_router_token_by_token(scoring, groups, kept):
     """The router's rules written out for one token at a time."""
     changes = dict(n_routed_experts=8, num_experts_per_tok=3, n_group=groups, topk_group=kept, scoring_func=scoring, norm_topk_prob=scoring == "sigmoid")
     gate = tiny.target(seed=5, **changes).layers[-1].mlp.gate
-    bias = torch.randn(8, generator=torch.Generator().manual_seed(1)).double() * 0.3 if scoring == "sigmoid" else torch.zeros(8)
+    # so negative that a group masked with 0 would win against the open ones
+    bias = torch.randn(8, generator=torch.Generator().manual_seed(1)).double() * 0.3 - 1.5 if scoring == "sigmoid" else torch.zeros(8)
     if scoring == "sigmoid":
         gate.e_score_correction_bias.copy_(bias)
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(2)).double() * 0.3
