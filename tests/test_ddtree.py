@@ -19,6 +19,7 @@ def paths(tree, row: int = 0) -> list:
     for i in range(tree.tokens.shape[1]):
         line, node = (), i
         while node > 0:
+            assert tree.parents[row, node] < node
             line, node = (int(tree.tokens[row, node]), *line), int(tree.parents[row, node])
         found.append(line)
     return found
