@@ -242,7 +242,7 @@ def write_tokenizer(tokenizer, folder: Path) -> None:
 
 # The target's own text
 
-TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # of successive shards; a drafter meets greedy and sampled decoding
+TEMPERATURES = (0.0, 0.7, 0.7, 1.0)  # of successive shards; a drafter meets greedy and sampled decoding
 SHARD, LENGTH = 128, 256             # sequences per shard, tokens per sequence
 
 
@@ -253,7 +253,7 @@ def write_data(args) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     target = load_target(Path(args.out) / "target", "cpu", torch.bfloat16)
     _, text, _ = prepare_text(Path(args.work), target.config.vocab_size)
-    shards, began, made = args.steps or 40, time.time(), 0
+    shards, began, made = args.steps or 52, time.time(), 0
     for shard in range(shards):
         path = folder / f"{shard:05}.pt"
         if path.exists():
@@ -348,7 +348,7 @@ def held_out_acceptance(draft: Drafter, target: Transformer, shards: list, budge
 
 
 def train_draft(args) -> None:
-    work, out, steps, anchors = Path(args.work), Path(args.out), args.steps or 1300, args.anchors
+    work, out, steps, anchors = Path(args.work), Path(args.out), args.steps or 1800, args.anchors
     target = load_target(out / "target", "cpu", torch.bfloat16)
     wide = load_target(out / "target", "cpu", torch.float32)  # its embedding and head, at the drafter's precision
     files = sorted((work / "data").glob("*.pt"))
