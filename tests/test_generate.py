@@ -52,7 +52,7 @@ def lossless(target, kind: str, settings: dict, **changes) -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name, kind", zip(tiny.ARCHITECTURES, tiny.KINDS))
+@pytest.mark.parametrize("name, kind", list(zip(tiny.ARCHITECTURES, tiny.KINDS)))
 def test_every_mode_gives_the_same_text(name, kind, setting):
     lossless(tiny.golden(name), kind, SETTINGS[setting])
 
