@@ -8,6 +8,7 @@ import generate
 import tiny
 from checkpoint import UserError
 from invariants import counters_add_up, decode, texts
+from verify import Sampling, sample
 
 SETTINGS = {
     "greedy": {},
@@ -129,6 +130,17 @@ def test_width_one_tree_decodes_byte_for_byte_as_the_chain(dtype):
     ordinary = draft.propose
     draft.propose = lambda *args: ordinary(*args).float() * 1e4
     same(run("ddtree", budget=draft.depths), run("dflash"))
+
+
+def test_every_token_is_the_seeded_draw_at_its_own_position():
+    """Teacher-forced: token p of a text is `sample` of the logits before it, at position p. No two tokens share their noise."""
+    target = tiny.golden("deepseek_v3")
+    settings = dict(temperature=1.2, top_k=30, top_p=0.9, seed=[4, 5, 6, 7])
+    for p, r, seed in zip(PROMPTS, generate.generate(target, None, PROMPTS, "ar", max_new_tokens=12, **settings), settings["seed"]):
+        logits = target.score(torch.tensor([p + r.tokens]))[0][:, len(p) - 1:-1]
+        position = torch.arange(len(p), len(p) + 12).unsqueeze(0)
+        draw = Sampling(torch.tensor([seed]), torch.tensor([1.2]).double(), torch.tensor([30]), torch.tensor([0.9]).double())
+        assert sample(logits, position, draw)[0].tolist() == r.tokens
 
 
 def test_seeds_make_the_text():

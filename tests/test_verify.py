@@ -191,13 +191,14 @@ def ready(rows: int, limits: list) -> tuple:
 
 
 def test_inactive_rows_do_nothing():
-    decoder, _, roots = ready(3, [40, 40, 40])
+    decoder, _, _ = ready(3, [40, 40, 40])
     decoder.active[1] = False
     before = decoder.target.cache[:, 1, :40].clone()
-    for _ in range(3):
+    for root in range(13):
+        decoder.root[1] = root
         emitted = decoder.round(Plan("ddtree", 12), 40)
-        assert emitted[1, 0] == 0 and emitted[0, 0] > 0 and emitted[2, 0] > 0
-    assert decoder.length[1] == 4 and decoder.root[1] == roots[1]
+        assert emitted[1, 0] == 0 and decoder.length[1] == 4 and decoder.root[1] == root
+    assert decoder.length[0] > 3 and decoder.length[2] > 5
     assert torch.equal(decoder.target.cache[:, 1, :40], before)
 
 
