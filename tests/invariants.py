@@ -85,7 +85,8 @@ class Watched(Decoder):
         """Both caches hold what scoring the texts as plain chains gives."""
         for row, text in enumerate(texts):
             n = self.length[row].item()
-            assert n >= len(text) - 1  # all but the root; past a stop id, what a round accepted is committed but not emitted
+            # all but the root; past a stop, the rest of that round is committed and not emitted, and then the row rests
+            assert len(text) - 1 <= n <= len(text) + (self.draft.depths if self.draft is not None else 0)
             n = min(n, len(text))
             _, taps, latents = scored(self.target, text[:n], self.draft.config.taps if self.draft is not None else ())
             close(self.target.cache[:, row, :n], latents[:, 0], tolerance)

@@ -112,6 +112,17 @@ def test_chunks_of_any_size_give_the_same_text(chunk, monkeypatch):
     assert texts(decode(target, draft, PROMPTS, "ddtree", budget=12, max_new_tokens=8)) == texts(plain)
 
 
+def test_rows_in_different_buckets_of_the_cache():
+    """A short row beside rows whose lengths pass 64 and 128 while they decode: the longest decides how much is attended."""
+    target, prompts = tiny.golden("kimi_k2"), tiny.prompts(256, 3, 55, 120)
+    plain = decode(target, None, prompts, "ar", max_new_tokens=20)
+    draft = informed(target, "full", prompts, plain)
+    for mode in ("dflash", "ddtree"):
+        assert texts(decode(target, draft, prompts, mode, max_new_tokens=20)) == texts(plain)
+    for p, r in zip(prompts, plain):
+        assert texts(decode(target, draft, [p], "ddtree", max_new_tokens=20)) == [r.tokens]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_width_one_tree_decodes_byte_for_byte_as_the_chain(dtype):
     """Tokens, accepted drafts, and every byte of the three caches: a spine without more budget, and best-first over peaked marginals."""
@@ -256,6 +267,12 @@ def test_until_cuts_a_round_and_keeps_what_it_says(known, keep):
     r, = generate.generate(target, draft, [prompt], "dflash", max_new_tokens=20, until=until, **settings)
     assert r.tokens == text[:keep] and r.finish == "stop"
     assert r.accepted == ([5] * ((keep - 2) // 6) + [min(5, (keep - 2) % 6 + 1)] if keep > 1 else [])
+
+
+def test_a_stop_string_at_the_last_allowed_token_is_a_stop(known):
+    target, draft, prompt, text, settings = known
+    r, = generate.generate(target, draft, [prompt], "ar", max_new_tokens=4, until=lambda row, tokens: 1 if tokens == text[3:4] else None, **settings)
+    assert (r.tokens, r.finish) == (text[:4], "stop")
 
 
 @pytest.mark.parametrize("mode", generate.MODES)
