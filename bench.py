@@ -31,12 +31,14 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple, Optional
 from unittest.mock import patch
 
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -146,6 +146,8 @@ def read_messages(path: Path) -> list:
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path} is not JSON: {e}") from None
     messages = messages.get("messages") if isinstance(messages, dict) else messages
+    if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
+        raise UserError(f"{path} holds half a surrogate pair, which is no text")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages):
         raise UserError(f'{path} must hold a list of messages, [{{"role": "user", "content": "…"}}, …]')
     return messages

@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,10 +46,14 @@ WANTED = ("*.safetensors", "*.json", "tiktoken.model", "chat_template.jinja")  #
 def resolve(name: str, wanted: tuple = WANTED) -> Path:
     """An existing folder, or a hub id with an optional @revision, downloaded (or found in the hub's cache).
     wanted: patterns of the files that are needed."""
-    path = Path(name).expanduser()
-    if path.is_dir() and name:
+    try:
+        path = Path(name).expanduser()
+        folder, file = path.is_dir() and bool(name), path.is_file()
+    except (OSError, RuntimeError) as e:  # no such home, a name too long, a folder that may not be read
+        raise UserError(f"{name[:200]} cannot be opened as a model folder: {e.strerror if isinstance(e, OSError) else e}") from None
+    if folder:
         return path
-    if path.is_file():
+    if file:
         raise UserError(f"{name} is a file; give the folder that holds config.json and the weights")
     hub_id, _, revision = name.partition("@")
     if name.startswith((".", "/", "~")) or hub_id.count("/") > 1 or not hub_id:
@@ -398,11 +402,12 @@ EXTENSIONS = {"markov_head": "DSpark", "confidence_head": "DSpark", "logit_head"
 
 def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dtype = torch.float32) -> Drafter:
     """A drafter that fits `target`: its own embedding and head where its file has them, else the target's, shared."""
-    return open_draft(folder, target.config, dtype)(target, device)
+    return open_draft(folder, target.config, dtype)[1](target, device)
 
 
-def open_draft(folder: Path, target_config: Config, dtype: torch.dtype) -> Callable:
-    """Checks a drafter's folder, and that it fits a target, by configs and headers -> read(target, device) -> Drafter."""
+def open_draft(folder: Path, target_config: Config, dtype: torch.dtype) -> tuple:
+    """Checks a drafter's folder, and that it fits a target, by configs and headers -> the Drafter without its weights, and
+    read(target, device) that returns it with them."""
     folder = Path(folder)
     raw = read_config(folder)
     architecture = str((raw.get("architectures") or [""])[0])
@@ -433,7 +438,7 @@ def open_draft(folder: Path, target_config: Config, dtype: torch.dtype) -> Calla
             setattr(draft, name, m)
         draft.reset_frequencies()
         return draft.eval()
-    return read
+    return draft, read
 
 
 def check_pair(draft: DraftConfig, target: Config, folder: Path) -> None:

@@ -3,7 +3,8 @@
     python generate.py --prompt "def merge_sort(items):"
 
 Three ways to decode, one text: `ar` one token per forward, `dflash` a chain of drafts, `ddtree` a tree of drafts. Greedy or
-seeded, all three emit the same tokens; they differ in how many forwards of the target it takes.
+seeded, all three emit the same tokens; they differ in how many forwards of the target it takes. (In bf16 and fp16 a forward of
+many nodes rounds differently from a forward of one, so near ties may fall the other way.)
 """
 import argparse
 import json
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple, Optional, Union
 
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 
 from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
@@ -25,8 +27,6 @@ from model import Config, Transformer
 from plan import check_fits, memory_plan, table
 from show import DIM, RESET, Screen, draw_tree, summary
 from verify import Decoder, Plan
-
-warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch says so once where NumPy is absent; nothing here needs it
 
 MODES = ("ar", "dflash", "ddtree")
 BUNDLED = "checkpoints/tiny/target"
@@ -42,35 +42,34 @@ def locate(model: str, draft: str, wanted: tuple = WANTED) -> tuple:
     if model == BUNDLED and not Path(model).exists():
         model = str(Path(__file__).parent / BUNDLED)  # the bundled pair is found from any folder
     folder = resolve(model, wanted)
-    beside = folder.parent / "draft"
+    beside = folder.resolve().parent / "draft"
     return folder, None if draft == "none" else (beside if beside.is_dir() else None) if draft == "auto" else resolve(draft, wanted)
 
 
 def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.float32,
          block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None,
-         checked: Callable = lambda: None) -> tuple:
+         checked: Callable = lambda draft: None) -> tuple:
     """A folder or hub id -> target, drafter (or None), tokenizer.
 
     draft: a folder or hub id, "none", or "auto": the folder `draft` beside the target's, None where there is none.
-    block, draft_window, attention_factor: see Drafter.adapt. checked() is called when both folders have been found sound
-    and no weight is read yet. UserError on whatever does not fit."""
+    block, draft_window, attention_factor: see Drafter.adapt. checked(drafter or None) is called when both folders have been
+    found sound and no weight is read yet. UserError on whatever does not fit."""
     folder, draft_folder = locate(model, draft)
     config, read_target = open_target(folder, dtype)
-    read_draft = draft_folder and open_draft(draft_folder, config, dtype)
-    checked()
-    target = read_target(device)
-    drafter = read_draft and read_draft(target, device)
+    drafter, read_draft = open_draft(draft_folder, config, dtype) if draft_folder else (None, None)
     try:
         if drafter is not None:
             drafter.adapt(block, draft_window, attention_factor)
     except ValueError as e:
         raise UserError(str(e)) from None
-    return target, drafter, load_tokenizer(folder)
+    checked(drafter)
+    target = read_target(device)
+    return target, drafter and read_draft(target, device), load_tokenizer(folder)
 
 
 @dataclass
 class Result:
-    """tokens: generated ids, a stop id not included. accepted: drafts accepted in each round."""
+    """tokens: generated ids, a stop id not included. accepted: accepted drafts among the tokens each round emitted."""
     tokens: list = field(default_factory=list)
     accepted: list = field(default_factory=list)
     finish: str = ""            # "stop" or "length"
@@ -130,7 +129,7 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
     decoder = Decoder(target, None if mode == "ar" else draft, B, min(bucket(max(limit), 256), context) if compile else max(limit))
     for buffer, value in ((decoder.limit, limit), (decoder.seed, seed), (decoder.temperature, temperature),
                           (decoder.top_p, top_p), (decoder.top_k, top_k)):
-        buffer.copy_(torch.as_tensor(value))
+        buffer.copy_(torch.as_tensor(value, dtype=buffer.dtype))
     plan = Plan(mode, budget, spine, temperature > 0, temperature > 0 and (top_k > 0 or top_p < 1))
     decoder.prepare(plan)
     if compile:
@@ -201,7 +200,7 @@ def check_settings(mode: str, budget: int, max_new_tokens: int, temperature: flo
     need(mode in MODES, f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
     need(1 <= budget <= 4096, f"budget must be between 1 and 4096, got {budget}")
     need(max_new_tokens >= 1, f"max-new-tokens must be at least 1, got {max_new_tokens}")
-    need(0 <= temperature < math.inf, f"temperature must be 0 (greedy) or a positive number, got {temperature}")
+    need(temperature == 0 or 1e-4 <= temperature < math.inf, f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}")
     need(0 < top_p <= 1, f"top-p must be above 0 and at most 1, got {top_p}")
     need(0 <= top_k < 2 ** 63, f"top-k must be 0 (off) or positive and fit 64 bits, got {top_k}")
     seeds = [seed] if isinstance(seed, int) else list(seed)
@@ -265,7 +264,7 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--check", action="store_true", help="decode with ar too; fail unless the tokens are identical")
     add("--tree", type=int, nargs="?", const=1, metavar="K", help="draw the tree of round K (default 1) of the first prompt, and stop")
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or ("float32" if args.device == "cpu" and not args.plan else "bfloat16")
+    args.dtype = args.dtype or ("float32" if args.device.split(":")[0] == "cpu" and not args.plan else "bfloat16")
     return args
 
 
@@ -273,7 +272,8 @@ def print_plan(args: argparse.Namespace) -> None:
     """The memory plan of --model and --draft; of a hub id, nothing but config.json is fetched."""
     folder, draft_folder = locate(args.model, args.draft, ("config.json",))
     config, draft = read_config(folder), draft_folder and read_config(draft_folder)
-    context = args.context or min(4096, parse_config(Config, config, folder / "config.json").max_positions)
+    need(1 <= args.budget <= 4096, f"budget must be between 1 and 4096, got {args.budget}")
+    context = args.context if args.context is not None else min(4096, parse_config(Config, config, folder / "config.json").max_positions)
     print(table(memory_plan(config, draft, context, args.batch, args.tp, args.budget, CHUNK, DTYPES[args.dtype]), args.tp))
 
 
@@ -286,6 +286,14 @@ def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
     caches = plan["target latents"] + plan.get("drafter K/V", 0)
     print(f"memory: {(plan['total'] - caches - plan['workspace']) / 1e9:.3f} GB of weights, {caches / 1e9:.3f} GB of caches, "
           f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there", file=sys.stderr)
+
+
+def check_last(args: argparse.Namespace, draft: Optional[Drafter], prompts: list, config: Config, context: int) -> None:
+    """What only the drafter's config decides, then memory: nothing is read before."""
+    check_pair_for(args.mode or ("ar" if draft is None else "ddtree"), args.budget, args.spine, draft)
+    room = config.max_positions - len(prompts[0]) - 1
+    need(args.tree is None or args.tree <= room, f"the context ends before round {args.tree}; ask for one up to {room}")
+    check_memory(args, context, len(prompts))
 
 
 def read_chats(args: argparse.Namespace) -> list:
@@ -305,6 +313,7 @@ def read_prompts(texts: Optional[list]) -> list:
     for i, t in enumerate(texts):
         check_utf8(t, f"prompt {i}")
     try:
+        need("-" not in texts or sys.stdin is not None, "stdin is closed; give --prompt a text")
         return [sys.stdin.buffer.read().decode("utf-8") if t == "-" else t for t in texts]
     except UnicodeDecodeError as e:
         raise UserError(f"stdin is not UTF-8 (byte {e.object[e.start]:#04x} at offset {e.start}); convert it, e.g. with iconv") from None
@@ -318,7 +327,7 @@ def check_utf8(text: str, what: str) -> None:
 def check_device(name: str) -> str:
     try:
         torch.zeros(1, device=name).item()  # meta has no values to read
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
+    except Exception as e:  # every backend has its own way to be absent
         raise UserError(f"device {name!r} cannot be used ({str(e).splitlines()[0][:120]}); use cpu, or cuda where torch finds a GPU") from None
     return name
 
@@ -353,6 +362,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plan:
         print_plan(args)
         return 0
+    need(args.context is None and args.batch == args.tp == 1, "--context, --batch and --tp are questions to --plan; add it, or leave them out")
+    need(all(args.stop), "a stop text must not be empty")
     texts, (folder, draft_folder) = read_chats(args), locate(args.model, args.draft)
     need(args.mode in (None, "ar") or draft_folder is not None, f"mode {args.mode} needs a drafter and there is none; pass --draft, or use --mode ar")
     if args.tree is not None and (args.mode == "ar" or draft_folder is None or args.tree < 1):
@@ -366,7 +377,7 @@ def run(args: argparse.Namespace) -> int:
     check_prompts(prompts, config.max_positions, config.vocab_size)
     context = min(max(map(len, prompts)) + args.max_new_tokens, config.max_positions)
     target, draft, tokenizer = load(args.model, args.draft, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
-                                    checked=lambda: check_memory(args, context, len(prompts)))
+                                    checked=lambda draft: check_last(args, draft, prompts, config, context))
     if args.mode is None:
         args.mode = "ddtree" if draft is not None else "ar"
         if draft is None and args.draft != "none":
@@ -375,7 +386,6 @@ def run(args: argparse.Namespace) -> int:
     settings = dict(budget=args.budget, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
                     top_k=args.top_k, seed=args.seed, stop_ids=stops, spine=args.spine, compile=args.compile)
     if args.tree is not None:
-        check_pair_for(args.mode, args.budget, args.spine, draft)
         print(draw_round(target, draft, tokenizer, prompts[0], args.tree, args))
         return 0
     live = len(prompts) == 1 and not args.json
@@ -435,9 +445,21 @@ def main(argv: Optional[list] = None) -> int:
     except BrokenPipeError:  # the reader of our output left, as in `… | head`
         sys.stderr.close()
         return 0
+    except OSError as e:
+        print(f"error: {e.strerror or e} while reading or writing", file=sys.stderr)
+        return 2
+    except RecursionError:
+        print("error: the messages are nested too deeply; a content is text, or a list of parts", file=sys.stderr)
+        return 2
+    except Exception as e:
+        if not type(e).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            raise
+        print(f"error: compilation failed ({' '.join(str(e).split())[:150]}); it needs a C++ compiler; or leave --compile out", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # None where closed
     for channel in (sys.stdout, sys.stderr):  # text is UTF-8 whatever the locale says
         channel.reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.exit(main())

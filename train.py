@@ -16,9 +16,11 @@ import os
 import sys
 import sysconfig
 import time
+import warnings
 import zlib
 from pathlib import Path
 
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -127,6 +127,8 @@ class Decoder(nn.Module):
         buffer("temperature", 0.0, torch.float64)
         buffer("top_k", 0, torch.long)
         buffer("top_p", 1.0, torch.float64)
+        # the caches belong to the models: one generation at a time may use them
+        self.claim = target.claim = object()
         target.setup_cache(batch, slots)
         if draft is not None:
             draft.setup_cache(batch, slots)
@@ -146,6 +148,8 @@ class Decoder(nn.Module):
         return self._run(1, self.prefill, *chunk).tolist()
 
     def _run(self, which: int, eager: Callable, *args) -> Tensor:
+        if self.target.claim is not self.claim:
+            raise RuntimeError("another generation took over this target's caches; finish one before the next, or load a second copy")
         if self.compiled is None:
             return eager(*args)
         torch.compiler.cudagraph_mark_step_begin()  # the last output was read; its memory may be written again

@@ -182,7 +182,7 @@ def informed(monkeypatch, pair: Path, **settings) -> list:
     draft = tiny.drafter(target, mask_token_id=MASK)
     draft.tell([tokenizer.encode(PROMPT).ids + text.tokens])
     draft.forgets = False
-    monkeypatch.setattr(generate, "open_draft", lambda *a: lambda t, device: (draft.share(t), draft)[1])
+    monkeypatch.setattr(generate, "open_draft", lambda *a: (draft, lambda t, device: (draft.share(t), draft)[1]))
     return text.tokens
 
 
@@ -415,10 +415,31 @@ def test_bad_arguments_are_refused(pair, args, says):
 @pytest.mark.parametrize("args, says", [
     (["--budget", "4", "--spine"], "budget must be at least the 5"), (["--tree", "9999"], "round 9999"), (["--block", "1"], "block must be between 2 and the 6"),
     (["--block", "7"], "block"), (["--draft-window", "5"], "window"), (["--attention-factor", "0"], "attention factor")])
-def test_what_only_the_loaded_pair_shows_is_refused(pair, args, says):
-    """After the line of the memory plan, that is."""
-    code, out, err = run("--model", pair / "target", "--prompt", "x" * 490, *args)
-    refused(code, out, notes(err), says)
+def test_what_only_the_drafter_decides_is_refused_before_anything_is_read(pair, args, says):
+    refused(*run("--model", pair / "target", "--prompt", "x" * 490, *args), says)
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--stop", ""], "stop text"), (["--context", "100"], "--plan"), (["--tp", "2"], "--plan"), (["--temperature", "1e-38"], "temperature"),
+    (["--device", "privateuseone"], "device"), (["--model", "~nosuchuser/x"], "cannot be opened"), (["--model", "x" * 5000], "")])
+def test_odd_arguments_are_refused(pair, args, says):
+    refused(*run("--model", pair / "target", "--prompt", PROMPT, *args), says)
+
+
+def test_two_generations_cannot_share_a_targets_caches(pair):
+    """The second one's caches replace the first one's: going on with the first would write other text in silence."""
+    target, draft, _ = generate.load(str(pair / "target"))
+    first = generate.stream(target, draft, [[1, 2, 3]], "ar", max_new_tokens=8)
+    next(first)
+    generate.generate(target, draft, [[4, 5]], "ar", max_new_tokens=2)
+    with pytest.raises(RuntimeError, match="took over"):
+        list(first)
+
+
+def test_a_model_in_the_current_folder_finds_its_drafter(pair, monkeypatch):
+    monkeypatch.chdir(pair / "target")
+    code, out, err = run("--model", ".", "--prompt", PROMPT, "--max-new-tokens", "4")
+    assert code == 0 and "no drafter" not in err and "ddtree" in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
