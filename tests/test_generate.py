@@ -338,6 +338,17 @@ def test_stream_runs_no_round_before_it_is_asked(known, monkeypatch):
     assert next(steps) == (0, text[1:7]) and len(ran) == 1
 
 
+def test_two_streams_on_one_target_do_not_mix(known):
+    """The caches belong to the models: the older stream ends with an error, never with the other's text."""
+    target, draft, prompt, text, settings = known
+    old = generate.stream(target, draft, [prompt], "dflash", max_new_tokens=20, **settings)
+    assert next(old) == (0, text[:1])
+    new = list(generate.stream(target, draft, [prompt], "dflash", max_new_tokens=20, **settings))
+    assert [t for _, tokens in new for t in tokens] == text
+    with pytest.raises(RuntimeError, match="took over"):
+        next(old)
+
+
 def test_results_are_timed(known):
     target, draft, prompt, _, settings = known
     for r in generate.generate(target, draft, [prompt, prompt[:1]], "ddtree", max_new_tokens=9, **settings):
@@ -398,6 +409,7 @@ def memory() -> int:
         return int(f.read().split()[1]) * 4096
 
 
+@pytest.mark.slow
 def test_soak_of_5000_rounds():
     """Batches of every shape, rows that finish at stops and limits, and one text of a thousand rounds; memory stays flat."""
     target = tiny.target(torch.float32, num_hidden_layers=2)
