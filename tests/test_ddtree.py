@@ -39,14 +39,14 @@ def sound(tree) -> None:
 
 def heap_tree(marginals: torch.Tensor, budget: int) -> set:
     """Best-first, one node at a time: pop the best prefix, push its first child and its next sibling. marginals (D, V)."""
-    logp = (marginals.float() - marginals.float().logsumexp(-1, keepdim=True)).numpy()
-    order = [sorted(range(len(row)), key=lambda v: (-row[v], v)) for row in logp]
-    heap, taken = [(-logp[0][order[0][0]], (0,))], []
+    logp = marginals.float() - marginals.float().logsumexp(-1, keepdim=True)
+    order = [sorted(range(len(row)), key=lambda v: (-row[v], v)) for row in logp.tolist()]
+    heap, taken = [(-logp[0][order[0][0]].item(), (0,))], []
     def score(ranks):
         total = logp[0][order[0][ranks[0]]]
         for d, r in enumerate(ranks[1:], 1):
-            total = total + logp[d][order[d][r]]
-        return total
+            total = total + logp[d][order[d][r]]  # in fp32, as the tree sums
+        return total.item()
     while heap and len(taken) < budget:
         _, ranks = heapq.heappop(heap)
         taken.append(tuple(order[d][r] for d, r in enumerate(ranks)))
