@@ -46,7 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chat import encode
 from checkpoint import UserError, keep_packed, on_meta, parse_config, read_json
 from ddtree import build_tree
-from generate import BUNDLED, DTYPES, MODES, check_device, generate, load, prefill, span_for
+from generate import BUNDLED, DTYPES, MODES, check_device, generate, load, need, prefill, span_for
 from model import Config, MoE, Router, Transformer, attention_bias, chain
 from plan import workspace
 from verify import Decoder, Plan
@@ -522,9 +522,6 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    def need(ok: bool, message: str) -> None:
-        if not ok:
-            raise UserError(message)
     args.concurrency = args.concurrency or ([1] if args.quick else [1, 8, 32] if args.random else [1, 4, 16])
     for name, least in (("tokens", 2), ("concurrency", 1), ("threads", 1), ("repeats", 2), ("nodes", 1), ("contexts", 1), ("budgets", 1), ("temperature", 0)):
         value = getattr(args, name)
