@@ -50,7 +50,14 @@ def ranked_tokens(logits: Tensor, width: int) -> tuple:
 
 
 def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None) -> Tree:
-    """marginals (B, D, V) logits, root (B,) -> the Tree of the root and the `budget` most probable prefixes.
+    """`grow` without the scores."""
+    return grow(marginals, root, budget, spine, tables)[0]
+
+
+def grow(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None) -> tuple:
+    """marginals (B, D, V) logits, root (B,) -> the Tree of the root and the `budget` most probable prefixes, and the log
+    probability (B, N) of every node's prefix, the root's 0. Without a spine nodes come best first, so the first n nodes ARE
+    the tree of budget n - 1.
 
     spine: take the whole top-1 chain first and fill the rest best-first (needs budget >= D).
     tables: candidate_tables(D, V, budget), where they are kept. ValueError on a budget that is too small.
@@ -75,10 +82,11 @@ def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False
         lines.append(torch.nn.functional.pad(paths, (0, D - d - 1), value=-1))
         offset += kept
     score, token, line = torch.cat(scores, 1), torch.cat(tokens, 1), torch.cat(lines, 1)  # (B, M), (B, M), (B, M, D)
+    rank = score
     if spine:  # the first prefix of each depth is the top-1 chain
         first = [0, *(sum(s.shape[1] for s in scores[:i]) for i in range(1, D))]
-        score = score.index_fill(1, torch.tensor(first, device=root.device), 1.0)    # log probabilities never exceed 0
-    chosen = score.sort(dim=-1, descending=True, stable=True).indices[:, :min(budget, offset)]  # (B, N-1); a parent before its children
+        rank = score.index_fill(1, torch.tensor(first, device=root.device), 1.0)     # log probabilities never exceed 0
+    chosen = rank.sort(dim=-1, descending=True, stable=True).indices[:, :min(budget, offset)]  # (B, N-1); a parent before its children
     # candidate number -> node; candidates that were not chosen, and the padding -1, point past the end
     N = chosen.shape[1] + 1
     node = torch.full((B, offset + 1), N, device=root.device).scatter(1, chosen, torch.arange(1, N, device=root.device).expand(B, -1))
@@ -89,5 +97,6 @@ def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False
     ancestors[:, :, 0] = True
     ancestors[:, 1:].scatter_(2, line, True)
     edge = torch.zeros(B, 1, dtype=torch.long, device=root.device)
-    return Tree(torch.cat((root.unsqueeze(1), token.gather(1, chosen)), 1), torch.cat((edge - 1, above), 1),
+    tree = Tree(torch.cat((root.unsqueeze(1), token.gather(1, chosen)), 1), torch.cat((edge - 1, above), 1),
                 torch.cat((edge, depth), 1), ancestors[..., :N], min(D, N - 1))
+    return tree, torch.cat((torch.zeros(B, 1, device=root.device), score.gather(1, chosen)), 1)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddtree import build_tree, chain, ranked_tokens
+from ddtree import build_tree, grow, chain, ranked_tokens
 from helpers import GOLDEN
 from verify import accept
 
@@ -215,3 +215,21 @@ def test_accept_ignores_what_hangs_on_a_refused_node():
     tree = chain(torch.tensor([[5, 6, 7, 8]]))
     path, accepted, root = accept(tree, torch.tensor([[6, 9, 8, 1]]))
     assert accepted.item() == 1 and path[0, :2].tolist() == [0, 1] and root.item() == 9
+
+
+def test_scores_and_prefixes_of_a_tree():
+    """grow's scores are the paths' log probabilities, and the first nodes of a tree are the smaller tree."""
+    torch.manual_seed(3)
+    marginals, root = 3 * torch.randn(3, 5, 20), torch.tensor([1, 2, 3])
+    tree, score = grow(marginals, root, 40)
+    logp = marginals.log_softmax(-1)
+    for b in range(3):
+        for i in range(41):
+            path = [j for j in range(1, 41) if tree.ancestors[b, i, j]]
+            assert abs(score[b, i] - sum(logp[b, tree.depth[b, j] - 1, tree.tokens[b, j]] for j in path)) < 1e-4
+    for budget in (1, 4, 8, 16):
+        small, few = grow(marginals, root, budget)
+        assert torch.equal(small.tokens, tree.tokens[:, :budget + 1]) and torch.equal(small.parents, tree.parents[:, :budget + 1])
+        assert torch.equal(small.ancestors, tree.ancestors[:, :budget + 1, :budget + 1]) and torch.equal(few, score[:, :budget + 1])
+    spined, logps = grow(marginals, root, 12, spine=True)
+    assert (logps <= 0).all() and torch.equal(spined.depth.amax(1), torch.full((3,), 5))
