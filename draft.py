@@ -94,18 +94,18 @@ class DraftAttention(nn.Module):
     def forward(self, x: Tensor, kv_weight: Tensor, k: Tensor, v: Tensor, rope: tuple, bias: Tensor) -> Tensor:
         """x (B, M, b, h); kv_weight (2, G*d, h); k, v (B, S, G, d); bias (B, 1, M, b, 1, S+b) -> (B, M, b, h)."""
         c, (_, M, b, _) = self.c, x.shape
-        G, g, S = c.num_kv_heads, c.num_heads // c.num_kv_heads, k.shape[1]
+        S, G = k.shape[1:3]
         own_k, own_v = (x @ kv_weight.flatten(0, 1).T).unflatten(-1, (2, G, c.head_dim)).unbind(3)       # (B, M, b, G, d)
         own_k = rotate_halves(self.k_norm(own_k), *rope).permute(0, 3, 1, 2, 4)                          # (B, G, M, b, d)
         own_v = own_v.permute(0, 3, 1, 2, 4)
         q = rotate_halves(self.q_norm(self.q_proj(x).unflatten(-1, (-1, c.head_dim))), *rope) * c.head_dim ** -0.5
-        q = q.unflatten(3, (G, g)).permute(0, 3, 1, 2, 4, 5)                                             # (B, G, M, b, g, d)
-        to_context = (q.flatten(2, 4) @ k.permute(0, 2, 3, 1)).unflatten(2, (M, b, g))                   # (B, G, M, b, g, S)
-        to_block = (q.flatten(3, 4) @ own_k.mT).unflatten(3, (b, g))                                     # (B, G, M, b, g, b)
+        q = q.unflatten(3, (G, -1)).permute(0, 3, 1, 2, 4, 5)                                            # (B, G, M, b, g, d)
+        to_context = (q.flatten(2, 4) @ k.permute(0, 2, 3, 1)).unflatten(2, (M, b, -1))                  # (B, G, M, b, g, S)
+        to_block = (q.flatten(3, 4) @ own_k.mT).unflatten(3, (b, -1))                                    # (B, G, M, b, g, b)
         scores = upcast(torch.cat((to_context, to_block), -1))
         p = (scores + bias).softmax(-1).to(x.dtype)
-        out = (p[..., :S].flatten(2, 4) @ v.transpose(1, 2)).unflatten(2, (M, b, g))                     # (B, G, M, b, g, d)
-        out = out + (p[..., S:].flatten(3, 4) @ own_v).unflatten(3, (b, g))
+        out = (p[..., :S].flatten(2, 4) @ v.transpose(1, 2)).unflatten(2, (M, b, -1))                    # (B, G, M, b, g, d)
+        out = out + (p[..., S:].flatten(3, 4) @ own_v).unflatten(3, (b, -1))
         return self.o_proj(out.permute(0, 2, 3, 1, 4, 5).flatten(3))
 
 
@@ -175,6 +175,11 @@ class Drafter(nn.Module):
             self.config = replace(self.config, rope=replace(c.rope, attention_factor=attention_factor))
 
     @property
+    def kv_heads(self) -> int:
+        """Those held here: all of them, unless ranks divide them."""
+        return self.kv_proj.shape[2] // self.config.head_dim
+
+    @property
     def depths(self) -> int:
         """D: how many positions one block drafts."""
         return self.block - 1 if self.config.slots == "masked" else self.block
@@ -182,7 +187,7 @@ class Drafter(nn.Module):
     def setup_cache(self, batch: int, slots: int) -> None:
         """K/V for `batch` sequences of `slots` tokens, and one slot more that takes what is not committed."""
         c, w = self.config, self.norm.weight
-        shape = (c.num_layers, batch, slots + 1, c.num_kv_heads, c.head_dim)
+        shape = (c.num_layers, batch, slots + 1, self.kv_heads, c.head_dim)
         self.k_cache, self.v_cache = (torch.zeros(shape, dtype=w.dtype, device=w.device) for _ in range(2))
 
     def rope(self, positions: Tensor) -> tuple:
@@ -194,7 +199,7 @@ class Drafter(nn.Module):
         They come from hidden_norm(fc(taps)) and never pass a layer's input norm."""
         c = self.config
         x = self.hidden_norm(self.fc(taps))
-        kv = (x @ self.kv_proj.flatten(0, 2).T).unflatten(-1, (c.num_layers, 2, c.num_kv_heads, c.head_dim))
+        kv = (x @ self.kv_proj.flatten(0, 2).T).unflatten(-1, (c.num_layers, 2, self.kv_heads, c.head_dim))
         k, v = kv.permute(2, 3, 0, 1, 4, 5).unbind(1)                                                    # (L, B, T, G, d)
         k = torch.stack([layer.self_attn.k_norm(k[i]) for i, layer in enumerate(self.layers)])
         return rotate_halves(k, *self.rope(positions)), v
@@ -248,7 +253,7 @@ class Drafter(nn.Module):
 
     def kv_bytes_per_token(self) -> int:
         c = self.config
-        return 2 * c.num_layers * c.num_kv_heads * c.head_dim * self.norm.weight.element_size()
+        return 2 * c.num_layers * self.kv_heads * c.head_dim * self.norm.weight.element_size()
 
 
 def block_bias(positions: Tensor, start: Tensor, S: int, window: int, causal: bool, dtype: torch.dtype) -> Tensor:

@@ -298,7 +298,8 @@ class Router(nn.Module):
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x (T, in) sorted by expert, weight (E, out, in), ends (E,) int32 row where each expert's rows end -> (T, out)."""
+    """x (T, in) sorted by expert, weight (E, out, in), ends (E,) int32 row where each expert's rows end -> (T, out).
+    Rows past the last end hold anything."""
     if torch.is_autocast_enabled(x.device.type):  # autocast (training) knows the plain products, not this one
         x, weight = (t.to(torch.get_autocast_dtype(x.device.type)) for t in (x, weight))
     # inductor refuses grouped_mm in fp32 on the CPU, which eager takes: there the graph holds it as one opaque op
@@ -310,11 +311,18 @@ def eager_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.dtype != torch.float64:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     bounds = [0, *ends.tolist()]  # fp64 has no grouped kernel; it runs on the CPU, where reading the bounds is free
-    return torch.cat([F.linear(x[i:j], w) for w, i, j in zip(weight, bounds, bounds[1:])])
+    y = [F.linear(x[i:j], w) for w, i, j in zip(weight, bounds, bounds[1:])]
+    return torch.cat((*y, x.new_empty(x.shape[0] - bounds[-1], weight.shape[1])))
 
 
 opaque_grouped_linear = torch.library.custom_op("nanograft::grouped_linear", eager_grouped_linear, mutates_args=())
 opaque_grouped_linear.register_fake(lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[1]))
+
+
+def own_ids(ids: Tensor, first: int, E: int) -> Tensor:
+    """Expert ids of the whole model -> those of a rank that holds E of them from `first` on; E stands for all others, so
+    that they sort last."""
+    return torch.where((ids >= first) & (ids < first + E), ids - first, E)
 
 
 class Experts(nn.Module):
@@ -322,6 +330,7 @@ class Experts(nn.Module):
 
     def __init__(self, c: Config):
         super().__init__()
+        self.first: Optional[int] = None  # parallel.py: the first expert held here, where other ranks hold the rest
         self.gate_up = nn.Parameter(torch.empty(c.num_experts, 2 * c.expert_ffn, c.hidden_size))
         self.down = nn.Parameter(torch.empty(c.num_experts, c.hidden_size, c.expert_ffn))
 
@@ -330,13 +339,17 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x (T, h), weights (T, K), ids (T, K) -> (T, h)."""
-        T, K = ids.shape
+        (T, K), E = ids.shape, self.down.shape[0]
+        if self.first is not None:
+            ids = own_ids(ids, self.first, E)
         flat, order = ids.flatten().sort(stable=True)
-        ends = torch.searchsorted(flat, torch.arange(1, self.down.shape[0] + 1, device=x.device), out_int32=True)
+        ends = torch.searchsorted(flat, torch.arange(1, E + 1, device=x.device), out_int32=True)
         gate, up = grouped_linear(x[order // K], self.gate_up, ends).chunk(2, -1)
         y = grouped_linear(F.silu(gate) * up, self.down, ends)
         # back to (T, K) order before summing: atomic adds would sum in another order every time
         y = torch.empty_like(y).index_copy(0, order, y).unflatten(0, (T, K))
+        if self.first is not None:
+            y = y.masked_fill((ids == E).unsqueeze(-1), 0)
         return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1)
 
 
@@ -379,6 +392,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Layer(c, moe) for moe in c.moe_layers)
         self.norm = RMSNorm(c.hidden_size, c.eps)
         self.lm_head = nn.Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.vocab = None  # parallel.py: which token ids this rank's logits are of, where ranks divide the vocabulary
         self.register_buffer("frequencies", torch.empty(c.rope_dim // 2), persistent=False)
         self.register_buffer("cache", torch.empty(0), persistent=False)
         self.reset_frequencies()

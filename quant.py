@@ -8,9 +8,13 @@ Shapes: T tokens, K experts per token, E experts, I expert width, h hidden size.
 import functools
 import importlib.util
 
+from typing import Optional
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from model import own_ids
 
 BLOCK = 128  # fp8: rows and columns that share a scale; the last block of either may be smaller
 GROUP = 32   # int4: neighbours along the input that share a scale
@@ -42,8 +46,8 @@ def one_expert(x: Tensor, e: Tensor, gate_up_packed: Tensor, gate_up_scale: Tens
 
 def own_rows(x: Tensor, weights: Tensor, ids: Tensor, *packed: Tensor) -> Tensor:
     """Where the host may read the ids (CPU): each expert sees the rows that chose it."""
-    y = x.new_empty(*ids.shape, x.shape[1])                                                           # (T, K, h)
-    for e in ids.unique().split(1):
+    y = x.new_zeros(*ids.shape, x.shape[1])                                                           # (T, K, h)
+    for e in ids[ids < packed[0].shape[0]].unique().split(1):
         token, k = (ids == e).nonzero(as_tuple=True)
         y[token, k] = one_expert(x[token], e, *packed)
     return torch.einsum("tkh,tk->th", y, weights.to(y.dtype))
@@ -53,8 +57,8 @@ def all_rows(x: Tensor, weights: Tensor, ids: Tensor, *packed: Tensor) -> Tensor
     """Where it may not (a captured graph): only static shapes. Each used expert sees all rows, and rows that did not choose
     it weigh nothing. Reading weights is what costs, and each expert is still read once."""
     E = packed[0].shape[0]
-    share = x.new_zeros(x.shape[0], E).scatter_(1, ids, weights.to(x.dtype))                          # (T, E)
-    used = torch.zeros(E, device=x.device).index_fill_(0, ids.flatten(), 1).argsort(descending=True, stable=True)
+    share = x.new_zeros(x.shape[0], E + 1).scatter_(1, ids, weights.to(x.dtype))                      # (T, E + 1)
+    used = torch.zeros(E + 1, device=x.device).index_fill_(0, ids.flatten(), 1)[:E].argsort(descending=True, stable=True)
     out = torch.zeros_like(x)
     for e in used[:ids.numel()].split(1):  # as many as there can be; those past the used ones add nothing
         out += one_expert(x, e, *packed) * share.index_select(1, e)
@@ -69,11 +73,12 @@ def has_kernel(device: torch.device) -> bool:
 
 @torch.library.custom_op("nanograft::packed_experts", mutates_args=())
 def packed_experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up_packed: Tensor, gate_up_scale: Tensor,
-                   down_packed: Tensor, down_scale: Tensor) -> Tensor:
-    """The experts' forward over packed weights. An operator of its own, so that a compiled graph keeps it whole: its loop
+                   down_packed: Tensor, down_scale: Tensor, partial: bool = False) -> Tensor:
+    """The experts' forward over packed weights; with `partial`, an id E is an expert of another rank, and adds nothing. An operator of its own, so that a compiled graph keeps it whole: its loop
     holds one dense expert at a time, where a compiler might merge the loop's rounds and hold many."""
     if x.dtype != torch.float64 and has_kernel(x.device):
-        from w4a16 import grouped_rows as way  # here, because it imports Triton
+        from w4a16 import grouped_rows  # here, because it imports Triton
+        way = functools.partial(grouped_rows, partial=partial)
     else:
         way = own_rows if x.device.type == "cpu" else all_rows
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -81,7 +86,7 @@ def packed_experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up_packed: Tens
 
 
 @packed_experts.register_fake
-def _(x, weights, ids, gate_up_packed, gate_up_scale, down_packed, down_scale):
+def _(x, weights, ids, gate_up_packed, gate_up_scale, down_packed, down_scale, partial=False):
     return torch.empty_like(x)
 
 
@@ -90,6 +95,7 @@ class PackedExperts(nn.Module):
 
     def __init__(self, num_experts: int, width: int, hidden: int, scale_dtype: torch.dtype = torch.bfloat16):
         super().__init__()
+        self.first: Optional[int] = None  # as in model.Experts
         def words(rows, columns):
             return nn.Parameter(torch.empty(num_experts, rows, columns // WORD, dtype=torch.int32), requires_grad=False)
         def scales(rows, columns):
@@ -103,4 +109,6 @@ class PackedExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x (T, h), weights (T, K), ids (T, K) -> (T, h)."""
-        return packed_experts(x, weights, ids, self.gate_up_packed, self.gate_up_scale, self.down_packed, self.down_scale)
+        if self.first is not None:
+            ids = own_ids(ids, self.first, self.down_packed.shape[0])
+        return packed_experts(x, weights, ids, self.gate_up_packed, self.gate_up_scale, self.down_packed, self.down_scale, self.first is not None)

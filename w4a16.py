@@ -109,8 +109,8 @@ def plan(ids: Tensor, E: int, block: int) -> tuple:
 
 
 def grouped_rows(x: Tensor, weights: Tensor, ids: Tensor, gate_up_packed: Tensor, gate_up_scale: Tensor,
-                 down_packed: Tensor, down_scale: Tensor) -> Tensor:
-    """What quant.own_rows computes, of fp32, fp16 or bf16. SwiGLU stays in fp32 between its two products."""
+                 down_packed: Tensor, down_scale: Tensor, partial: bool = False) -> Tensor:
+    """What quant.own_rows computes, of fp32, fp16 or bf16. partial: rows of the id E, experts of other ranks, are zeros. SwiGLU stays in fp32 between its two products."""
     (T, K), (E, h, words_down) = ids.shape, down_packed.shape
     I = words_down * WORD
     block = 16 if T <= 16 else 32  # no expert has more than T rows
@@ -123,5 +123,5 @@ def grouped_rows(x: Tensor, weights: Tensor, ids: Tensor, gate_up_packed: Tensor
                     WORD=WORD, GROUP=GROUP, BLOCK_M=block, BLOCK_N=BLOCK_N, BLOCK_W=BLOCK_W, num_warps=4, num_stages=3)
         return out
     act = product(x.unflatten(1, (-1, WORD)).mT.contiguous(), gate_up_packed, gate_up_scale, x.new_empty(T * K, I), I, True)
-    y = product(act, down_packed, down_scale, x.new_empty(T, K, h), h, False)
+    y = product(act, down_packed, down_scale, (x.new_zeros if partial else x.new_empty)(T, K, h), h, False)
     return y.sum(1)  # atomic adds would save this pass, and sum in another order every time

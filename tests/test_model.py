@@ -2,11 +2,12 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import tiny
 from helpers import GOLDEN
 from invariants import UNWRITTEN, close, nodes_score_like_their_paths
-from model import Config, Rope, chain
+from model import Config, Experts, Rope, chain
 from verify import commit
 
 every_architecture = pytest.mark.parametrize("name", tiny.ARCHITECTURES)
@@ -103,6 +104,24 @@ def test_one_token_takes_the_same_experts():
     every = experts(x, weights, ids)
     for i in range(5):
         close(experts(x[i:i + 1], weights[i:i + 1], ids[i:i + 1]), every[i:i + 1], 1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_a_rank_computes_its_own_experts(dtype, tolerance):
+    """The parts that hold three and five of the experts add up to the whole; other experts' rows add nothing, not even NaN."""
+    whole = tiny.golden("deepseek_v3", dtype).layers[-1].mlp.experts
+    g = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(9, 64, generator=g).to(dtype), torch.rand(9, 3, generator=g).to(dtype)
+    ids = torch.rand(9, 8, generator=g).topk(3, -1).indices
+    ids[0], ids[1] = torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])  # tokens that one part has nothing of
+    parts = []
+    for first, last in ((0, 3), (3, 8)):
+        part = Experts(tiny.golden("deepseek_v3").config)
+        part.gate_up, part.down = (nn.Parameter(p[first:last], requires_grad=False) for p in (whole.gate_up, whole.down))
+        part.first = first
+        parts.append(part)
+    close(parts[0](x, weights, ids) + parts[1](x, weights, ids), whole(x, weights, ids), tolerance)
+    assert not parts[0](x, weights, ids)[1].any() and not parts[1](x, weights, ids)[0].any()
 
 
 def test_router_in_bf16_keeps_fp32():

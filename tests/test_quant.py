@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkpoint import load_draft, load_target
 from generate import generate
 from helpers import GOLDEN, golden_draft, golden_target, kimi_k25, pack_int4, to_int4, write
-from model import Config, Experts
+from model import Config, Experts, own_ids
 from quant import PackedExperts, all_rows, dequantize_fp8, own_rows, unpack_int4
 
 torch.set_num_threads(1)
@@ -67,6 +67,32 @@ def test_packed_is_dense(dtype, tolerance, T):
     for got in (packed(x, weights, ids), own_rows(x, weights, ids, *weights_in), all_rows(x, weights, ids, *weights_in)):
         assert got.dtype == dtype
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_a_rank_computes_its_own_experts():
+    """Parts that hold three and five of the experts, and parts that hold halves of each, add up to the whole."""
+    whole, _ = experts()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 96, generator=generator).double()
+    weights, ids = torch.rand(9, 8, generator=generator).topk(3)
+    ids[0], ids[1] = torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])
+    def part(first, tensors):
+        made = PackedExperts(1, 32, 32)
+        for name, t in zip(("gate_up_packed", "gate_up_scale", "down_packed", "down_scale"), tensors):
+            setattr(made, name, torch.nn.Parameter(t, requires_grad=False))
+        made.first = first
+        return made
+    a, b = (part(i, [p[i:j] for p in whole.parameters()]) for i, j in ((0, 3), (3, 8)))
+    torch.testing.assert_close(a(x, weights, ids) + b(x, weights, ids), whole(x, weights, ids))
+    for m, token in ((a, 1), (b, 0)):
+        own = tuple(m.parameters())
+        rows = own_ids(ids, m.first, len(own[0]))
+        torch.testing.assert_close(all_rows(x, weights, rows, *own), m(x, weights, ids))
+        assert not m(x, weights, ids)[token].any()
+    gate_up = [[t.chunk(4, 1)[i] for t in (whole.gate_up_packed, whole.gate_up_scale)] for i in range(4)]
+    halves = [part(None, [torch.cat(pair, 1) for pair in zip(gate_up[i], gate_up[i + 2])] +
+                   [t.chunk(2, 2)[i] for t in (whole.down_packed, whole.down_scale)]) for i in range(2)]
+    torch.testing.assert_close(halves[0](x, weights, ids) + halves[1](x, weights, ids), whole(x, weights, ids))
 
 
 def test_a_compiled_graph_keeps_it_whole():
