@@ -49,6 +49,12 @@ def ranked_tokens(logits: Tensor, width: int) -> tuple:
     return ids, (x.gather(-1, ids) - x.logsumexp(-1, keepdim=True)).clamp(max=0)  # never above 0: a child must not beat its parent
 
 
+def first(tree: Tree, nodes: int) -> Tree:
+    """The tree of the first `nodes` nodes, parents being before their children."""
+    return Tree(tree.tokens[:, :nodes], tree.parents[:, :nodes], tree.depth[:, :nodes], tree.ancestors[:, :nodes, :nodes],
+                min(tree.max_depth, nodes - 1))
+
+
 def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None) -> Tree:
     """`grow` without the scores."""
     return grow(marginals, root, budget, spine, tables)[0]

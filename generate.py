@@ -337,8 +337,9 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
     keep = {}
     class Watching(Decoder):
         def build(self, marginals, plan):
-            keep["marginals"], keep["tree"] = marginals, super().build(marginals, plan)
-            return keep["tree"]
+            tree, score = super().build(marginals, plan)
+            keep["marginals"], keep["tree"] = marginals, tree
+            return tree, score
     decoder = Watching(target, draft, 1, min(len(prompt) + (number + 1) * (draft.depths + 1), target.config.max_positions))
     decoder.limit.fill_(decoder.slots)
     decoder.seed.fill_(args.seed), decoder.temperature.fill_(args.temperature), decoder.top_k.fill_(args.top_k), decoder.top_p.fill_(args.top_p)

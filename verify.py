@@ -3,7 +3,8 @@
 Sampling is a pure function of (seed, position, logits): no generator state, so the same seed gives the same text in every
 mode, batch and tree shape. Acceptance then is plain equality with the target's own token, greedy or sampled alike.
 
-Shapes: B sequences, N nodes, D drafted depth, P = D + 1 nodes of a path, V vocabulary, L layers, S cache slots.
+Shapes: B sequences, N nodes, D drafted depth, P = D + 1 nodes of a path, V vocabulary, L layers, S cache slots, W widths of a
+ladder.
 """
 import math
 from typing import Callable, NamedTuple, Optional
@@ -11,11 +12,12 @@ from typing import Callable, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from ddtree import build_tree, candidate_tables
+from ddtree import candidate_tables, first, grow
 from draft import Drafter
 from model import Transformer, Tree, chain, upcast
 
 MASK32 = 0xFFFFFFFF
+ODDS = 1 << 20  # expected acceptances leave a round as integers of this many parts
 
 
 # Sampling
@@ -107,13 +109,16 @@ class Plan(NamedTuple):
     spine: bool = False      # see build_tree
     sampled: bool = False    # some row has a temperature
     filtered: bool = False   # some row has top-k or top-p
+    ladder: tuple = ()       # of a ddtree round: build the widest tree, verify the first `budget` drafts, report on all widths
 
 
 class Decoder(nn.Module):
     """B sequences in flight: the two models, their caches, and per-row state in buffers, so that a round takes no
-    argument that changes and the host has nothing to decide inside it."""
+    argument that changes and the host has nothing to decide inside it.
 
-    def __init__(self, target: Transformer, draft: Optional[Drafter], batch: int, slots: int):
+    ring: how many ar rounds in a row may leave their taps waiting before the drafter's context must catch up; 0: it always does."""
+
+    def __init__(self, target: Transformer, draft: Optional[Drafter], batch: int, slots: int, ring: int = 0):
         super().__init__()
         self.target, self.draft, self.slots = target, draft, slots
         device = target.norm.weight.device
@@ -123,6 +128,7 @@ class Decoder(nn.Module):
         buffer("length", 0, torch.long)        # committed tokens = the root's position
         buffer("limit", 0, torch.long)         # tokens a row may hold, prompt included
         buffer("active", False, torch.bool)    # inactive rows accept, commit and emit nothing
+        buffer("pending", 0, torch.long)       # committed tokens that the drafter's context lacks: their taps are in the ring
         buffer("seed", 0, torch.long)
         buffer("temperature", 0.0, torch.float64)
         buffer("top_k", 0, torch.long)
@@ -132,15 +138,24 @@ class Decoder(nn.Module):
         target.setup_cache(batch, slots)
         if draft is not None:
             draft.setup_cache(batch, slots)
+        self.ring, self.waiting = ring if draft is not None else 0, 0      # waiting: the host's bound on pending
+        if self.ring:  # one slot more takes what is not committed
+            self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring + 1, draft.fc.in_features), persistent=False)
         self.compiled, self.pairs = None, {}
 
     def compile(self) -> None:
         """From here on `step` runs each (plan, span, chunk shape) as one compiled graph: on CUDA, one CUDA graph."""
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # a graph per plan and bucket
-        self.compiled = [torch.compile(f, mode="reduce-overhead", fullgraph=True, dynamic=False) for f in (self.round, self.prefill)]
+        self.compiled = [torch.compile(f, mode="reduce-overhead", fullgraph=True, dynamic=False) for f in (self.round, self.prefill, self.catch_up)]
 
     def step(self, plan: Plan, span: int) -> list:
-        """`round`, read back: the one device-to-host copy of a round."""
+        """`round`, read back: the one device-to-host copy of a round. A drafter that rested catches up before it drafts, and
+        when the ring is full."""
+        rests = self.rests(plan)
+        if self.waiting and (not rests or self.waiting == self.ring):
+            self._run(2, self.catch_up)
+            self.waiting = 0
+        self.waiting += rests
         return self._run(0, self.round, plan, span).tolist()
 
     def feed(self, *chunk) -> list:
@@ -157,10 +172,11 @@ class Decoder(nn.Module):
 
     def prepare(self, plan: Plan) -> None:
         """Makes build_tree's index tables for a plan, as a buffer: a graph then reads them from a fixed address."""
-        if plan.mode == "ddtree" and not hasattr(self, f"pairs_{plan.budget}"):
-            tables = candidate_tables(self.draft.depths, self.target.config.vocab_size, plan.budget, self.root.device)
-            self.register_buffer(f"pairs_{plan.budget}", torch.cat(tables, 1), persistent=False)
-            self.pairs[plan.budget] = [t.shape[1] for t in tables]
+        budget = plan.ladder[-1] if plan.ladder else plan.budget
+        if plan.mode == "ddtree" and budget not in self.pairs:
+            tables = candidate_tables(self.draft.depths, self.target.config.vocab_size, budget, self.root.device)
+            self.register_buffer(f"pairs_{budget}", torch.cat(tables, 1), persistent=False)
+            self.pairs[budget] = [t.shape[1] for t in tables]
 
     def tables(self, budget: int) -> tuple:
         return getattr(self, f"pairs_{budget}").split(self.pairs[budget], 1)
@@ -191,42 +207,87 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def round(self, plan: Plan, span: int, mark: Callable = lambda stage: None) -> Tensor:
         """One round for all rows. span: cache slots to attend, at least every length. Returns (B, P + 1): how many tokens
-        a row emitted, then the tokens. `mark` is called after each stage, for those who time them."""
+        a row emitted, then the tokens. With a ladder, W rows of `expected` and W + 1 of `hits` follow, as wide as D + 2.
+        `mark` is called after each stage, for those who time them."""
         marginals = self.propose(plan, span)
         mark("propose")
-        tree = self.build(marginals, plan)
+        tree, score = self.build(marginals, plan)
+        expected = self.expected(tree, score, plan) if plan.ladder and score is not None else None
+        tree = first(tree, plan.budget + 1) if plan.ladder and score is not None else tree
         mark("build")
         logits, taps, latents = self.target(tree, self.length, span, self.taps)
         tokens = self.choose(logits, self.length.unsqueeze(1) + tree.depth + 1, plan)
         mark("verify")
-        emitted = self.settle(tree, tokens, taps, latents)
+        hits = self.hits(tree, tokens, self.top_chain(marginals), plan) if expected is not None else None
+        emitted = self.settle(tree, tokens, taps, latents, rests=self.rests(plan))
+        if expected is not None:
+            wide = self.draft.depths + 2
+            emitted = torch.cat([torch.nn.functional.pad(t, (0, wide - t.shape[1])) for t in (emitted, expected, hits)])
         mark("accept+commit")
         return emitted
 
     def propose(self, plan: Plan, span: int) -> Optional[Tensor]:
         return None if plan.mode == "ar" else self.draft.propose(self.root, self.length, span)
 
-    def build(self, marginals: Optional[Tensor], plan: Plan) -> Tree:
+    def build(self, marginals: Optional[Tensor], plan: Plan) -> tuple:
+        """The tree, and the log probabilities (B, N) of its nodes where it is a ddtree."""
         if plan.mode == "ar":
-            return chain(self.root.unsqueeze(1))
+            return chain(self.root.unsqueeze(1)), None
         if plan.mode == "dflash":
-            return chain(torch.cat((self.root.unsqueeze(1), marginals.argmax(-1)), 1))
-        return build_tree(marginals, self.root, plan.budget, plan.spine, self.tables(plan.budget))
+            return chain(torch.cat((self.root.unsqueeze(1), self.top_chain(marginals)), 1)), None
+        budget = plan.ladder[-1] if plan.ladder else plan.budget
+        return grow(marginals, self.root, budget, plan.spine, self.tables(budget))
 
-    def settle(self, tree: Tree, tokens: Tensor, taps: Optional[Tensor], latents: Tensor) -> Tensor:
-        """Accepts, commits and grafts the path, moves every active row on. tokens (B, N): the target's."""
+    def rests(self, plan: Plan) -> bool:
+        return plan.mode == "ar" and self.ring > 0
+
+    def top_chain(self, marginals: Tensor) -> Tensor:
+        """(B, D): the drafts of a dflash round."""
+        return marginals.argmax(-1)
+
+    def expected(self, tree: Tree, score: Tensor, plan: Plan) -> Tensor:
+        """(W, D): how many drafts the drafter expects to be accepted at each depth were the tree cut to each width of the ladder,
+        summed over active rows, in 1/ODDS. Nodes come best first, so one tree prices all smaller ones."""
+        at = tree.depth.unsqueeze(-1) == torch.arange(1, self.draft.depths + 1, device=score.device)        # (B, N, D)
+        mass = ((score.exp() * self.active.unsqueeze(1)).unsqueeze(-1) * at).sum(0).cumsum(0)               # (N, D)
+        return (torch.stack([mass[min(n, len(mass) - 1)] for n in plan.ladder]) * ODDS).round().long()
+
+    def hits(self, tree: Tree, tokens: Tensor, top: Tensor, plan: Plan) -> Tensor:
+        """(W + 1, D): how many rows accept a draft at each depth, were the tree cut to each width of the ladder, and were it the
+        chain `top` (B, D) of a dflash round. Widths beyond the verified one count as that one."""
+        path, accepted, _ = accept(tree, tokens)
+        node, step = path[:, 1:], torch.arange(1, path.shape[1], device=path.device)                        # (B, P-1)
+        good = (step <= accepted.unsqueeze(1)) & self.active.unsqueeze(1)
+        along = (good & (tree.tokens.gather(1, node) == top[:, :len(step)])).long().cumprod(1)
+        counts = torch.stack([(good & (node <= n)).sum(0) for n in plan.ladder] + [along.sum(0)])
+        return torch.nn.functional.pad(counts, (0, top.shape[1] - len(step)))
+
+    def settle(self, tree: Tree, tokens: Tensor, taps: Optional[Tensor], latents: Tensor, rests: bool = False) -> Tensor:
+        """Accepts, commits and grafts the path, moves every active row on. tokens (B, N): the target's. rests: the drafter does
+        not run now; the taps of the root wait."""
         path, accepted, _ = accept(tree, tokens)
         # A row stops at its limit: what it accepts beyond is dropped, and the target's token there is the same token
         accepted = torch.minimum(accepted, self.limit - self.length - 2).clamp(min=0)
         count = torch.where(self.active, accepted + 1, 0)
-        self.commit(latents, taps, path, count)
+        self.commit(latents, taps, path, count, rests=rests)
         self.root.copy_(torch.where(self.active, token_after(tokens, path, accepted), self.root))
         self.active.copy_(self.active & (self.length + 1 < self.limit))
         return torch.cat((count.unsqueeze(1), tokens.gather(1, path)), 1)  # the target's token after each accepted node
 
-    def commit(self, latents: Tensor, taps: Optional[Tensor], path: Tensor, count: Tensor) -> None:
-        """Latents and taps of the first count (B,) nodes of path go to both caches; lengths follow."""
+    def commit(self, latents: Tensor, taps: Optional[Tensor], path: Tensor, count: Tensor, rests: bool = False) -> None:
+        """Latents and taps of the first count (B,) nodes of path go to both caches; lengths follow. rests: the taps, of one node
+        at most, go to the ring instead."""
         commit(self.target, latents, path, self.length, count)
-        if taps is not None:
+        if taps is not None and rests:
+            rows = torch.arange(len(count), device=count.device)
+            self.waiting_taps[rows, torch.where(count > 0, self.pending, self.ring)] = taps[:, 0]
+            self.pending.add_(count)
+        elif taps is not None:
             self.draft.graft(taps.gather(1, path.unsqueeze(-1).expand(-1, -1, taps.shape[-1])), self.length, count)
         self.length.add_(count)
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """Grafts the taps that wait: the drafter's context is as long as the target's again."""
+        self.draft.graft(self.waiting_taps[:, :-1], self.length - self.pending, self.pending)
+        self.pending.zero_()

@@ -51,8 +51,8 @@ def nodes_score_like_their_paths(target, tree, lengths: list, tolerance: float =
 class Watched(Decoder):
     """Checks after every step that exactly the committed slots are written, in both caches."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
         for cache in self.caches():
             cache.fill_(UNWRITTEN)
 
@@ -69,14 +69,17 @@ class Watched(Decoder):
     def round(self, plan, span):
         before, active = self.length.clone(), self.active.clone()
         emitted = super().round(plan, span)
-        assert torch.equal(self.length, before + emitted[:, 0]) and torch.equal(emitted[:, 0] > 0, active)
+        count = emitted[:len(before), 0]  # what auto hears of a round comes after the rows
+        assert torch.equal(self.length, before + count) and torch.equal(count > 0, active)
         self.look()
         return emitted
 
     def look(self) -> None:
         assert (self.length < self.limit).all()
-        committed = torch.arange(self.slots) < self.length.unsqueeze(1)                # (B, S)
-        for cache in self.caches():
+        assert (self.pending >= 0).all() and (self.pending <= min(self.waiting, self.ring)).all()
+        for cache in self.caches():  # the drafter's lacks what waits in the ring
+            length = self.length if cache is self.target.cache else self.length - self.pending
+            committed = torch.arange(self.slots) < length.unsqueeze(1)                 # (B, S)
             written = cache[:, :, :self.slots] != UNWRITTEN                            # (L, B, S, C)
             assert torch.equal(written.all(-1), committed.expand(len(cache), -1, -1)), "a committed slot is not written"
             assert torch.equal(written.any(-1), committed.expand(len(cache), -1, -1)), "a slot past the committed ones is written"
@@ -91,7 +94,8 @@ class Watched(Decoder):
             _, taps, latents = scored(self.target, text[:n], self.draft.config.taps if self.draft is not None else ())
             close(self.target.cache[:, row, :n], latents[:, 0], tolerance)
             if self.draft is not None:
-                k, v = self.draft.context(taps, torch.arange(n).unsqueeze(0))
+                n = min(n, self.length[row].item() - self.pending[row].item())
+                k, v = self.draft.context(taps[:, :n], torch.arange(n).unsqueeze(0))
                 close(self.draft.k_cache[:, row, :n], k[:, 0], tolerance)
                 close(self.draft.v_cache[:, row, :n], v[:, 0], tolerance)
 

@@ -26,12 +26,12 @@ def pair() -> tuple:
 
 def faulty_tree(build):
     """Changes every tree that has a second child of some node."""
-    ordinary = verify.build_tree
+    ordinary = verify.grow
     def built(*args):
-        tree = ordinary(*args)
+        tree, score = ordinary(*args)
         siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)) & (tree.parents.unsqueeze(1) >= 0)
-        return tree._replace(**build(tree, siblings))
-    return verify, "build_tree", built
+        return tree._replace(**build(tree, siblings)), score
+    return verify, "grow", built
 
 
 def faulty_bias(change):
