@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from model import Tree, chain  # noqa: F401  (both belong to this interface)
+from parallel import Vocabulary
 
 
 def candidate_pairs(parents: int, width: int, budget: int, device=None) -> Tensor:
@@ -35,18 +36,25 @@ def candidate_tables(depths: int, vocab: int, budget: int, device=None) -> list:
     return tables
 
 
-def ranked_tokens(logits: Tensor, width: int) -> tuple:
+def ranked_tokens(logits: Tensor, width: int, vocab: Optional[Vocabulary] = None) -> tuple:
     """logits (B, D, V) -> (ids, log probabilities) (B, D, W) of the best tokens, best first, lower id first among equals.
+    vocab: where ranks divide the vocabulary; the best of each rank's best are the best, after one gather.
 
     Sorted by one integer key per token: the logit's bits made monotone, then the id reversed. topk alone orders equals
     as it likes, and in bf16 equals are common."""
     x = logits.float() + 0.0  # + 0.0 makes -0.0 and 0.0 one value
     bits = x.view(torch.int32).long()
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    V = logits.shape[-1]
-    key = (bits << 32) | (V - 1 - torch.arange(V, device=logits.device))
-    ids = V - 1 - (key.topk(width, -1).values & 0xFFFFFFFF)
-    return ids, (x.gather(-1, ids) - x.logsumexp(-1, keepdim=True)).clamp(max=0)  # never above 0: a child must not beat its parent
+    first, last = (0, logits.shape[-1] - 1) if vocab is None else (vocab.first, vocab.size * vocab.ranks - 1)
+    key = (bits << 32) | (last - first - torch.arange(logits.shape[-1], device=logits.device))
+    key, total = key.topk(min(width, logits.shape[-1]), -1).values, x.logsumexp(-1, keepdim=True)
+    if vocab is not None:
+        packed = vocab.gather(torch.cat((key, total.view(torch.int32).long()), -1))                  # (n, B, D, W + 1)
+        key = packed[..., :-1].movedim(0, -2).flatten(-2).topk(width, -1).values
+        total = packed[..., -1:].int().view(torch.float32).logsumexp(0)
+    bits, ids = key >> 32, last - (key & 0xFFFFFFFF)
+    value = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).int().view(torch.float32)
+    return ids, (value - total).clamp(max=0)  # never above 0: a child must not beat its parent
 
 
 def first(tree: Tree, nodes: int) -> Tree:
@@ -55,24 +63,27 @@ def first(tree: Tree, nodes: int) -> Tree:
                 min(tree.max_depth, nodes - 1))
 
 
-def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None) -> Tree:
+def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None,
+               vocab: Optional[Vocabulary] = None) -> Tree:
     """`grow` without the scores."""
-    return grow(marginals, root, budget, spine, tables)[0]
+    return grow(marginals, root, budget, spine, tables, vocab)[0]
 
 
-def grow(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None) -> tuple:
+def grow(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None,
+         vocab: Optional[Vocabulary] = None) -> tuple:
     """marginals (B, D, V) logits, root (B,) -> the Tree of the root and the `budget` most probable prefixes, and the log
     probability (B, N) of every node's prefix, the root's 0. Without a spine nodes come best first, so the first n nodes ARE
     the tree of budget n - 1.
 
     spine: take the whole top-1 chain first and fill the rest best-first (needs budget >= D).
-    tables: candidate_tables(D, V, budget), where they are kept. ValueError on a budget that is too small.
-    Where fewer than `budget` prefixes exist, all of them are taken."""
+    tables: candidate_tables(D, V, budget), where they are kept. vocab: see ranked_tokens.
+    ValueError on a budget that is too small. Where fewer than `budget` prefixes exist, all of them are taken."""
     B, D, V = marginals.shape
+    V = V if vocab is None else vocab.total
     if budget < (D if spine else 1):
         raise ValueError(f"budget must be at least {D if spine else 1}, got {budget}")
     tables = tables or candidate_tables(D, V, budget, marginals.device)
-    ids, logp = ranked_tokens(marginals, min(budget, V))                             # (B, D, W)
+    ids, logp = ranked_tokens(marginals, min(budget, V), vocab)                      # (B, D, W)
     score = torch.zeros(B, 1, device=root.device)                                    # of the kept prefixes of the last depth
     paths = torch.zeros(B, 1, 0, dtype=torch.long, device=root.device)               # their ancestors, as candidate numbers
     scores, tokens, lines, offset = [], [], [], 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ddtree import candidate_tables, first, grow
 from draft import Drafter
 from model import Transformer, Tree, chain, upcast
+from parallel import Vocabulary, best
 
 MASK32 = 0xFFFFFFFF
 ODDS = 1 << 20  # expected acceptances leave a round as integers of this many parts
@@ -30,12 +31,13 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-def gumbel(seed: Tensor, position: Tensor, vocab: int, dtype: torch.dtype) -> Tensor:
-    """seed (B,), position (B, N) -> standard Gumbel noise (B, N, V), one value per (seed, position, token id)."""
+def gumbel(seed: Tensor, position: Tensor, vocab: int, dtype: torch.dtype, first: int = 0) -> Tensor:
+    """seed (B,), position (B, N) -> standard Gumbel noise (B, N, V), one value per (seed, position, token id); the ids are those
+    from `first` on."""
     # sums, and constants, keep 0 and equal inputs from meeting: mix(0) is 0
     seed = seed.unsqueeze(1)
     key = mix((mix((mix((seed & MASK32) ^ 0x9E3779B9) + ((seed >> 32) & MASK32)) & MASK32) + position) & MASK32).unsqueeze(-1)
-    h = mix((key + mix(torch.arange(vocab, device=seed.device) ^ 0x85EBCA6B)) & MASK32)              # (B, N, V)
+    h = mix((key + mix(torch.arange(first, first + vocab, device=seed.device) ^ 0x85EBCA6B)) & MASK32)              # (B, N, V)
     u = ((h.to(dtype) + 0.5) * 2.0 ** -32).clamp(max=1 - 2.0 ** -24)  # small u, where large noise comes from, stays exact
     return -(-torch.log1p(-u)).log()
 
@@ -60,16 +62,21 @@ class Sampling(NamedTuple):
     top_p: Tensor
 
 
-def sample(logits: Tensor, position: Tensor, settings: Sampling, filtered: bool = True) -> Tensor:
+def sample(logits: Tensor, position: Tensor, settings: Sampling, filtered: bool = True, vocab: Optional[Vocabulary] = None) -> Tensor:
     """logits (B, N, V) for tokens at position (B, N) -> tokens (B, N): argmax(logits / temperature + noise), the lowest
-    id among equals. filtered=False skips top-k and top-p, for batches where no row asks for them."""
+    id among equals. filtered=False skips top-k and top-p, for batches where no row asks for them.
+
+    vocab: where ranks divide the vocabulary. Noise belongs to the global id, so the text is the same; only filters must see all
+    logits, and gather them."""
+    if filtered and vocab is not None:
+        logits, vocab = vocab.whole(logits), None
     logits = upcast(logits)
     hot = (settings.temperature > 0).view(-1, 1, 1)
     scaled = logits / torch.where(hot.flatten(), settings.temperature, 1.0).to(logits.dtype).view(-1, 1, 1)
     if filtered:
         scaled = keep_top(scaled, settings.top_k, settings.top_p.to(logits.dtype))
-    noisy = scaled + gumbel(settings.seed, position, logits.shape[-1], logits.dtype)
-    return torch.where(hot, noisy, logits).argmax(-1)
+    noisy = scaled + gumbel(settings.seed, position, logits.shape[-1], logits.dtype, vocab.first if vocab is not None else 0)
+    return best(torch.where(hot, noisy, logits), vocab)
 
 
 # Acceptance and commit
@@ -184,8 +191,8 @@ class Decoder(nn.Module):
     def choose(self, logits: Tensor, position: Tensor, plan: Plan) -> Tensor:
         """logits (B, N, V) for tokens at position (B, N) -> the target's tokens (B, N)."""
         if not plan.sampled:
-            return logits.argmax(-1)
-        return sample(logits, position, Sampling(self.seed, self.temperature, self.top_k, self.top_p), plan.filtered)
+            return best(logits, self.target.vocab)
+        return sample(logits, position, Sampling(self.seed, self.temperature, self.top_k, self.top_p), plan.filtered, self.target.vocab)
 
     @property
     def taps(self) -> tuple:
@@ -236,14 +243,14 @@ class Decoder(nn.Module):
         if plan.mode == "dflash":
             return chain(torch.cat((self.root.unsqueeze(1), self.top_chain(marginals)), 1)), None
         budget = plan.ladder[-1] if plan.ladder else plan.budget
-        return grow(marginals, self.root, budget, plan.spine, self.tables(budget))
+        return grow(marginals, self.root, budget, plan.spine, self.tables(budget), self.target.vocab)
 
     def rests(self, plan: Plan) -> bool:
         return plan.mode == "ar" and self.ring > 0
 
     def top_chain(self, marginals: Tensor) -> Tensor:
         """(B, D): the drafts of a dflash round."""
-        return marginals.argmax(-1)
+        return best(marginals, self.target.vocab)
 
     def expected(self, tree: Tree, score: Tensor, plan: Plan) -> Tensor:
         """(W, D): how many drafts the drafter expects to be accepted at each depth were the tree cut to each width of the ladder,
