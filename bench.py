@@ -46,9 +46,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chat import encode
 from checkpoint import UserError, keep_packed, on_meta, parse_config, read_json
 from ddtree import build_tree
-from generate import BUNDLED, DTYPES, MODES, check_device, generate, load, need, prefill, span_for
+from generate import BUNDLED, DTYPES, check_device, generate, load
 from model import Config, MoE, Router, Transformer, attention_bias, chain
 from plan import workspace
+from serve import MODES, need, prefill, span_for
 from verify import Decoder, Plan
 
 PROMPTS = Path(__file__).parent / "bench" / "prompts.jsonl"
@@ -335,8 +336,7 @@ def verify_costs(pair: tuple, prompts: list, batch: int, nodes: list, copy: floa
     if not contexts:
         raise UserError(f"a context of {min(args.contexts or CONTEXTS)} and {max(nodes)} nodes exceed the {c.max_positions} positions of the model")
     decoder = Decoder(target, draft, batch, max(contexts) + max(nodes))
-    for _ in prefill(decoder, text[:, :max(contexts)].tolist(), Plan("ar"), device):
-        pass
+    prefill(decoder, text[:, :max(contexts)].tolist(), Plan("ar"))
     lookup = 0 if target.lm_head.weight is target.embed_tokens.weight else target.embed_tokens.weight.nbytes
     expert = weight_bytes(target, routed=True) / (sum(c.moe_layers) * c.num_experts or 1)
     forward, points, calls = compiled(lambda *a: target(*a, decoder.taps), args.compile), {}, {}

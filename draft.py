@@ -204,15 +204,15 @@ class Drafter(nn.Module):
         k = torch.stack([layer.self_attn.k_norm(k[i]) for i, layer in enumerate(self.layers)])
         return rotate_halves(k, *self.rope(positions)), v
 
-    def graft(self, taps: Tensor, length: Tensor, count: Optional[Tensor] = None) -> None:
+    def graft(self, taps: Tensor, length: Tensor, count: Optional[Tensor] = None, rows: Optional[Tensor] = None) -> None:
         """Writes the K/V of tokens at positions length … length+T-1 from their taps (B, T, n*h). Of row b only the
-        first count[b] are real; the rest lands in the spare slot, which nothing reads."""
+        first count[b] are real; the rest lands in the spare slot, which nothing reads. rows (B,): the cache's rows they are."""
         B, T, _ = taps.shape
         step = torch.arange(T, device=taps.device)
         positions = length.unsqueeze(1) + step                                                           # (B, T)
         k, v = self.context(taps, positions)
         slot = positions if count is None else torch.where(step < count.unsqueeze(1), positions, self.k_cache.shape[2] - 1)
-        rows = torch.arange(B, device=taps.device).unsqueeze(1)
+        rows = (torch.arange(B, device=taps.device) if rows is None else rows).unsqueeze(1)
         self.k_cache[:, rows, slot] = k
         self.v_cache[:, rows, slot] = v
 

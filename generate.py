@@ -8,14 +8,12 @@ many nodes rounds differently from a forward of one, so near ties may fall the o
 """
 import argparse
 import json
-import math
 import os
 import sys
 import time
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple, Optional, Union
+from typing import Callable, Iterator, Optional, Union
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
@@ -25,13 +23,12 @@ from checkpoint import WANTED, UserError, open_draft, open_target, parse_config,
 from draft import Drafter
 from model import Config, Transformer
 from plan import check_fits, memory_plan, table
+from serve import (CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill, record,
+                   serve)
 from show import DIM, RESET, Screen, draw_tree, summary
 from verify import Decoder, Plan
 
-MODES = ("ar", "dflash", "ddtree")
 BUNDLED = "checkpoints/tiny/target"
-SPINE = False   # the default tree: see the README's table of the two shapes
-CHUNK = 256     # prompt tokens per prefill forward
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -67,47 +64,18 @@ def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: 
     return target, drafter and read_draft(target, device), load_tokenizer(folder)
 
 
-@dataclass
-class Result:
-    """tokens: generated ids, a stop id not included. accepted: accepted drafts among the tokens each round emitted."""
-    tokens: list = field(default_factory=list)
-    accepted: list = field(default_factory=list)
-    finish: str = ""            # "stop" or "length"
-    first_token: float = 0.0    # seconds from the call to this row's first token
-    seconds: float = 0.0        # from the call to this row's end
-
-
-class Event(NamedTuple):
-    """What one round (or the prefill) gave one row."""
-    row: int
-    tokens: list
-    drafts: int                 # how many of the tokens are accepted drafts: the first ones
-    finish: str                 # "" while the row goes on
-    prefill: bool
-
-
 def generate(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
              max_new_tokens: int = 128, **settings) -> list:
     """prompts: lists of token ids, ragged -> a Result per prompt. The settings are those of `rounds`."""
     results, began = [Result() for _ in prompts], time.perf_counter()
     for e in rounds(target, draft, prompts, mode, budget, max_new_tokens, **settings):
-        record(results[e.row], e, time.perf_counter() - began)
+        record(results[e.number], e, time.perf_counter() - began)
     return results
-
-
-def record(result: Result, e: Event, seconds: float) -> None:
-    result.tokens += e.tokens
-    result.seconds = seconds
-    result.finish = e.finish
-    if e.prefill:
-        result.first_token = seconds
-    else:
-        result.accepted.append(e.drafts)
 
 
 def stream(*args, **settings) -> Iterator[tuple]:
     """The arguments of `generate` -> (row, tokens) of each round, as they come."""
-    return ((e.row, e.tokens) for e in rounds(*args, **settings) if e.tokens)
+    return ((e.number, e.tokens) for e in rounds(*args, **settings) if e.tokens)
 
 
 def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
@@ -119,109 +87,13 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
     seed: one for all rows, or one per prompt. stop_ids end a row and are not emitted. until(row, tokens) may end a row
     too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears of the prefill.
     UserError on arguments out of range."""
-    context = min([target.config.max_positions] + ([draft.config.max_positions] if draft is not None else []))
     check_settings(mode, budget, max_new_tokens, temperature, top_p, top_k, seed, len(prompts))
     check_pair_for(mode, budget, spine, draft)
-    check_prompts(prompts, context, target.config.vocab_size)
-    device, B = target.norm.weight.device, len(prompts)
-    limit = [min(len(p) + max_new_tokens, context) for p in prompts]
-    # slots in powers of two: with whole buckets a second call finds the graphs of the first
-    decoder = Decoder(target, None if mode == "ar" else draft, B, min(bucket(max(limit), 256), context) if compile else max(limit))
-    for buffer, value in ((decoder.limit, limit), (decoder.seed, seed), (decoder.temperature, temperature),
-                          (decoder.top_p, top_p), (decoder.top_k, top_k)):
-        buffer.copy_(torch.as_tensor(value, dtype=buffer.dtype))
-    plan = Plan(mode, budget, spine, temperature > 0, temperature > 0 and (top_k > 0 or top_p < 1))
-    decoder.prepare(plan)
-    if compile:
-        decoder.compile()
-    stops, total, open_rows = set(stop_ids), [len(p) for p in prompts], set(range(B))
-
-    def emit(row: int, tokens: list, prefill: bool = False) -> Event:
-        drafts, finish = len(tokens) - 1, ""
-        end = next((i for i, t in enumerate(tokens) if t in stops), None)
-        if end is not None:
-            tokens, finish = tokens[:end], "stop"
-        keep = until(row, tokens) if until is not None and tokens else None
-        if keep is not None:
-            tokens, finish = tokens[:keep], "stop"
-        total[row] += len(tokens)
-        if not finish and total[row] >= limit[row]:
-            finish = "length"
-        if finish:
-            open_rows.discard(row)
-        return Event(row, tokens, min(drafts, len(tokens)), finish, prefill)
-
-    longest = max(map(len, prompts))
-    for read, roots, done in prefill(decoder, prompts, plan, device):
-        progress(f"prompts read: {read} of {longest} tokens")
-        for row in done:
-            yield emit(row, [roots[row]], prefill=True)
-    running = B
-    while open_rows:
-        if len(open_rows) < running:  # the host closed rows: stop ids and stop strings are its business
-            running = len(open_rows)
-            decoder.active.logical_and_(torch.tensor([row in open_rows for row in range(B)], device=device))
-        packed = decoder.step(plan, span_for(max(total[row] for row in open_rows), decoder.slots))
-        for row in sorted(open_rows):
-            count, *tokens = packed[row]
-            yield emit(row, tokens[:count])
-
-
-def prefill(decoder: Decoder, prompts: list, plan: Plan, device) -> Iterator[tuple]:
-    """Feeds all prompts in chunks of at most CHUNK tokens; yields (tokens read, roots, rows whose prompt ended there)."""
-    longest = max(map(len, prompts))
-    T = bucket(longest, 16) if longest < CHUNK else CHUNK
-    for start in range(0, longest, T):
-        count = [min(max(len(p) - start, 0), T) for p in prompts]
-        tokens = torch.tensor([p[start:start + T] + [0] * (T - c) for p, c in zip(prompts, count)], device=device)
-        last = [start < len(p) <= start + T for p in prompts]
-        roots = decoder.feed(tokens, torch.tensor(count, device=device), torch.tensor(last, device=device), plan,
-                             span_for(start, decoder.slots))
-        yield min(start + T, longest), roots, [row for row, ends in enumerate(last) if ends]
-
-
-def bucket(n: int, least: int) -> int:
-    """The power of two, at least `least`, that holds n."""
-    return max(least, 1 << (n - 1).bit_length())
-
-
-def span_for(length: int, slots: int) -> int:
-    """How many cache slots to attend for `length` committed tokens: none, or a power of two, at most the whole cache."""
-    return min(bucket(length, 64), slots) if length else 0
-
-
-def need(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
-
-
-def check_settings(mode: str, budget: int, max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed, rows: int) -> None:
-    """UserError on the first setting out of range."""
-    need(mode in MODES, f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
-    need(1 <= budget <= 4096, f"budget must be between 1 and 4096, got {budget}")
-    need(max_new_tokens >= 1, f"max-new-tokens must be at least 1, got {max_new_tokens}")
-    need(temperature == 0 or 1e-4 <= temperature < math.inf, f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}")
-    need(0 < top_p <= 1, f"top-p must be above 0 and at most 1, got {top_p}")
-    need(0 <= top_k < 2 ** 63, f"top-k must be 0 (off) or positive and fit 64 bits, got {top_k}")
-    seeds = [seed] if isinstance(seed, int) else list(seed)
-    need(isinstance(seed, int) or len(seeds) == rows, f"{len(seeds)} seeds for {rows} prompts; pass one, or one per prompt")
-    need(all(-2 ** 63 <= s < 2 ** 63 for s in seeds), f"a seed must fit 64 bits, got {max(seeds, key=abs)}")
-
-
-def check_prompts(prompts: list, context: int, vocab: int) -> None:
-    """UserError on the first prompt that cannot be served."""
-    need(len(prompts) > 0, "there is no prompt; pass --prompt")
-    for i, p in enumerate(prompts):
-        need(len(p) > 0, f"prompt {i} is empty; give it at least one token")
-        need(len(p) < context, f"prompt {i} has {len(p)} tokens and the context holds {context}; shorten it to at most {context - 1}")
-        bad = next((t for t in p if not 0 <= t < vocab), None)
-        need(bad is None, f"prompt {i} holds the token id {bad}; the vocabulary has ids 0 to {vocab - 1}")
-
-
-def check_pair_for(mode: str, budget: int, spine: bool, draft: Optional[Drafter]) -> None:
-    """UserError where a mode asks of the drafter what it cannot give."""
-    need(mode == "ar" or draft is not None, f"mode {mode} needs a drafter and there is none; pass --draft, or use --mode ar")
-    need(not (mode == "ddtree" and spine) or budget >= draft.depths, f"with a spine the budget must be at least the {draft and draft.depths} drafted depths, got {budget}")
+    check_prompts(prompts, target.config.max_positions, target.config.vocab_size)
+    seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
+    requests = [Request(p, max_new_tokens, temperature, top_p, top_k, s) for p, s in zip(prompts, seeds)]
+    decoder, plan = open_batch(target, draft, requests, len(prompts), mode, budget, spine, compile)
+    yield from serve(decoder, requests, plan, None, stop_ids, until, progress)
 
 
 # The command line
@@ -341,12 +213,10 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
             keep["marginals"], keep["tree"] = marginals, tree
             return tree, score
     decoder = Watching(target, draft, 1, min(len(prompt) + (number + 1) * (draft.depths + 1), target.config.max_positions))
-    decoder.limit.fill_(decoder.slots)
-    decoder.seed.fill_(args.seed), decoder.temperature.fill_(args.temperature), decoder.top_k.fill_(args.top_k), decoder.top_p.fill_(args.top_p)
+    decoder.enter([0], [(decoder.slots, args.seed, args.temperature, args.top_k, args.top_p)])
     plan = Plan(args.mode, args.budget, args.spine, args.temperature > 0, args.top_k > 0 or args.top_p < 1)
     decoder.prepare(plan)
-    for _ in prefill(decoder, [prompt], plan, target.norm.weight.device):
-        pass
+    prefill(decoder, [prompt], plan)
     for _ in range(number):
         if not decoder.active.item():
             raise UserError(f"the context ends before round {number}; ask for an earlier one")
@@ -398,7 +268,7 @@ def run(args: argparse.Namespace) -> int:
     interrupted = False
     try:
         for e in rounds(target, draft, prompts, args.mode, until=screen.until, progress=progress, **settings):
-            record(results[e.row], e, time.perf_counter() - began)
+            record(results[e.number], e, time.perf_counter() - began)
             if live and e.prefill:
                 progress(f"{DIM}{texts[0]}{RESET}" if isinstance(texts[0], str) and sys.stdout.isatty() else "")
             screen.show(e)

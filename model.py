@@ -415,17 +415,20 @@ class Transformer(nn.Module):
         w = self.norm.weight
         self.cache = torch.zeros(len(self.layers), batch, slots + 1, self.config.latent_dim, dtype=w.dtype, device=w.device)
 
-    def forward(self, tree: Tree, length: Tensor, span: int, taps: tuple = (), last: Optional[Tensor] = None) -> tuple:
+    def forward(self, tree: Tree, length: Tensor, span: int, taps: tuple = (), last: Optional[Tensor] = None,
+                rows: Optional[Tensor] = None) -> tuple:
         """Scores `tree` against the committed prefix.
 
         length (B,): committed tokens; span: cache slots to attend, at least every length; taps: ids of layers whose
-        outputs are wanted; last (B,): where given, logits for that node alone (prefill wants no others).
+        outputs are wanted; last (B,): where given, logits for that node alone (prefill wants no others); rows (B,): where
+        given, the rows of the cache that the sequences are (prefill of a few of them).
         Returns logits (B, N, V) (N = 1 with `last`), taps (B, N, n*h) or None, latents (L, B, N, C+R)."""
         rope = self.rope(length.unsqueeze(1) + tree.depth)
         bias = attention_bias(tree, length, span, upcast(self.norm.weight).dtype)
         x, hidden, latents = self.embed_tokens(tree.tokens), {}, []
         for i, layer in enumerate(self.layers):
-            x, new = layer(x, rope, self.cache[i, :, :span], bias)
+            past = self.cache[i, :, :span]
+            x, new = layer(x, rope, past if rows is None else past[rows], bias)
             latents.append(new)
             if i in taps:
                 hidden[i] = x

@@ -61,9 +61,9 @@ class Screen:
     def show(self, e) -> None:
         """Prints an Event of generate.rounds whose tokens `until` has read."""
         pieces = self.pieces[:len(e.tokens)] if e.tokens else []
-        self.put(e.row, [(text, i < e.drafts) for i, text in enumerate(pieces)])
+        self.put(e.number, [(text, i < e.drafts) for i, text in enumerate(pieces)])
         if e.finish:
-            self.put(e.row, [(self.streams[e.row].flush(), False)])
+            self.put(e.number, [(self.streams[e.number].flush(), False)])
 
     def put(self, row: int, pieces: list) -> None:
         text = "".join(f"{DRAFTED if drafted else OWN}{t}{RESET}" if self.color and t else t for t, drafted in pieces)

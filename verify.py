@@ -99,12 +99,13 @@ def token_after(target_tokens: Tensor, path: Tensor, accepted: Tensor) -> Tensor
     return target_tokens.gather(1, path.gather(1, accepted.unsqueeze(1))).squeeze(1)
 
 
-def commit(target: Transformer, latents: Tensor, path: Tensor, length: Tensor, count: Tensor) -> None:
+def commit(target: Transformer, latents: Tensor, path: Tensor, length: Tensor, count: Tensor, rows: Optional[Tensor] = None) -> None:
     """Writes the latents (L, B, N, C+R) of the first count (B,) nodes of path (B, P) to slots length, length+1, …
-    One indexed write; the rest goes to the spare slot at the end of the cache, which nothing reads."""
-    step, rows = torch.arange(path.shape[1], device=path.device), torch.arange(path.shape[0], device=path.device).unsqueeze(1)
+    One indexed write; the rest goes to the spare slot at the end of the cache, which nothing reads. rows (B,): the cache's
+    rows that the sequences are, where they are not all of them."""
+    step, index = torch.arange(path.shape[1], device=path.device), torch.arange(path.shape[0], device=path.device).unsqueeze(1)
     slot = torch.where(step < count.unsqueeze(1), length.unsqueeze(1) + step, target.cache.shape[2] - 1)
-    target.cache[:, rows, slot] = latents[:, rows, path]
+    target.cache[:, index if rows is None else rows.unsqueeze(1), slot] = latents[:, index, path]
 
 
 # The round
@@ -177,6 +178,14 @@ class Decoder(nn.Module):
         torch.compiler.cudagraph_mark_step_begin()  # the last output was read; its memory may be written again
         return self.compiled[which](*args)
 
+    def enter(self, rows: list, settings: list) -> None:
+        """New requests take these rows: nothing is committed and nothing happens in them until their prompts are read.
+        settings: (limit, seed, temperature, top_k, top_p) of each."""
+        index = torch.tensor(rows, device=self.root.device)
+        for buffer, values in zip((self.limit, self.seed, self.temperature, self.top_k, self.top_p), zip(*settings)):
+            buffer[index] = torch.tensor(values, dtype=buffer.dtype, device=index.device)
+        self.length[index], self.pending[index], self.active[index] = 0, 0, False
+
     def prepare(self, plan: Plan) -> None:
         """Makes build_tree's index tables for a plan, as a buffer: a graph then reads them from a fixed address."""
         budget = plan.ladder[-1] if plan.ladder else plan.budget
@@ -188,28 +197,29 @@ class Decoder(nn.Module):
     def tables(self, budget: int) -> tuple:
         return getattr(self, f"pairs_{budget}").split(self.pairs[budget], 1)
 
-    def choose(self, logits: Tensor, position: Tensor, plan: Plan) -> Tensor:
-        """logits (B, N, V) for tokens at position (B, N) -> the target's tokens (B, N)."""
+    def choose(self, logits: Tensor, position: Tensor, plan: Plan, rows: Optional[Tensor] = None) -> Tensor:
+        """logits (B, N, V) for tokens at position (B, N) -> the target's tokens (B, N). rows (B,): whose settings to use."""
         if not plan.sampled:
             return best(logits, self.target.vocab)
-        return sample(logits, position, Sampling(self.seed, self.temperature, self.top_k, self.top_p), plan.filtered, self.target.vocab)
+        settings = (self.seed, self.temperature, self.top_k, self.top_p)
+        return sample(logits, position, Sampling(*(settings if rows is None else (s[rows] for s in settings))), plan.filtered, self.target.vocab)
 
     @property
     def taps(self) -> tuple:
         return self.draft.config.taps if self.draft is not None else ()
 
     @torch.no_grad()
-    def prefill(self, tokens: Tensor, count: Tensor, last: Tensor, plan: Plan, span: int) -> Tensor:
-        """One chunk of prompts: tokens (B, T), of which the first count (B,) of a row are real. Rows with last (B,) have
-        their whole prompt in now: they get their first token and become active. Returns the roots (B,)."""
-        position = (count - 1).clamp(min=0)
-        logits, taps, latents = self.target(chain(tokens), self.length, span, self.taps, last=position)
-        every = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        self.commit(latents, taps, every, count)
-        token = self.choose(logits, self.length.unsqueeze(1), plan).squeeze(1)
-        self.root.copy_(torch.where(last, token, self.root))
-        self.active.copy_(self.active | (last & (self.length + 1 < self.limit)))
-        return self.root.clone()
+    def prefill(self, tokens: Tensor, count: Tensor, last: Tensor, rows: Tensor, plan: Plan, span: int) -> Tensor:
+        """One chunk of the prompts of some rows (R,), all different: tokens (R, T), of which the first count (R,) are real. Rows
+        with last (R,) have their whole prompt in now: they get their first token and become active. Returns the roots (R,)."""
+        length = self.length[rows]
+        logits, taps, latents = self.target(chain(tokens), length, span, self.taps, last=(count - 1).clamp(min=0), rows=rows)
+        self.commit(latents, taps, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape), count, rows)
+        length = length + count
+        root = torch.where(last, self.choose(logits, length.unsqueeze(1), plan, rows).squeeze(1), self.root[rows])
+        self.root[rows] = root
+        self.active[rows] = self.active[rows] | (last & (length + 1 < self.limit[rows]))
+        return root
 
     @torch.no_grad()
     def round(self, plan: Plan, span: int, mark: Callable = lambda stage: None) -> Tensor:
@@ -274,24 +284,31 @@ class Decoder(nn.Module):
         not run now; the taps of the root wait."""
         path, accepted, _ = accept(tree, tokens)
         # A row stops at its limit: what it accepts beyond is dropped, and the target's token there is the same token
-        accepted = torch.minimum(accepted, self.limit - self.length - 2).clamp(min=0)
+        accepted = torch.minimum(accepted, self.limit - self.length - 2)
+        if self.draft is not None:  # a drafter whose context is smaller than the target's: past it, a row decodes plainly
+            accepted = torch.minimum(accepted, self.draft.config.max_positions - self.length - 1)
+        accepted = accepted.clamp(min=0)
         count = torch.where(self.active, accepted + 1, 0)
         self.commit(latents, taps, path, count, rests=rests)
         self.root.copy_(torch.where(self.active, token_after(tokens, path, accepted), self.root))
         self.active.copy_(self.active & (self.length + 1 < self.limit))
         return torch.cat((count.unsqueeze(1), tokens.gather(1, path)), 1)  # the target's token after each accepted node
 
-    def commit(self, latents: Tensor, taps: Optional[Tensor], path: Tensor, count: Tensor, rests: bool = False) -> None:
-        """Latents and taps of the first count (B,) nodes of path go to both caches; lengths follow. rests: the taps, of one node
-        at most, go to the ring instead."""
-        commit(self.target, latents, path, self.length, count)
+    def commit(self, latents: Tensor, taps: Optional[Tensor], path: Tensor, count: Tensor, rows: Optional[Tensor] = None, rests: bool = False) -> None:
+        """Latents and taps of the first count (B,) nodes of path go to both caches; lengths follow. rows (B,): see `commit` above.
+        rests: the taps, of one node at most, go to the ring instead."""
+        length = self.length if rows is None else self.length[rows]
+        commit(self.target, latents, path, length, count, rows)
         if taps is not None and rests:
-            rows = torch.arange(len(count), device=count.device)
-            self.waiting_taps[rows, torch.where(count > 0, self.pending, self.ring)] = taps[:, 0]
+            index = torch.arange(len(count), device=count.device)
+            self.waiting_taps[index, torch.where(count > 0, self.pending, self.ring)] = taps[:, 0]
             self.pending.add_(count)
         elif taps is not None:
-            self.draft.graft(taps.gather(1, path.unsqueeze(-1).expand(-1, -1, taps.shape[-1])), self.length, count)
-        self.length.add_(count)
+            self.draft.graft(taps.gather(1, path.unsqueeze(-1).expand(-1, -1, taps.shape[-1])), length, count, rows)
+        if rows is None:
+            self.length.add_(count)
+        else:
+            self.length.index_add_(0, rows, count)
 
     @torch.no_grad()
     def catch_up(self) -> None:

@@ -3,6 +3,7 @@ import torch
 from safetensors.torch import load_file
 
 import generate
+import serve
 from checkpoint import load_draft
 from helpers import GOLDEN
 from model import chain
@@ -59,10 +60,15 @@ class Watched(Decoder):
     def caches(self) -> list:
         return [self.target.cache] + ([self.draft.k_cache.flatten(3), self.draft.v_cache.flatten(3)] if self.draft is not None else [])
 
-    def prefill(self, tokens, count, last, plan, span):
-        before = self.length.clone()
-        roots = super().prefill(tokens, count, last, plan, span)
-        assert torch.equal(self.length, before + count)
+    def enter(self, rows, settings):
+        super().enter(rows, settings)
+        for cache in self.caches():
+            cache[:, rows] = UNWRITTEN
+
+    def prefill(self, tokens, count, last, rows, plan, span):
+        before, others = self.length.clone(), [b for b in range(len(self.length)) if b not in rows]
+        roots = super().prefill(tokens, count, last, rows, plan, span)
+        assert torch.equal(self.length[rows], before[rows] + count) and torch.equal(self.length[others], before[others])
         self.look()
         return roots
 
@@ -75,7 +81,7 @@ class Watched(Decoder):
         return emitted
 
     def look(self) -> None:
-        assert (self.length < self.limit).all()
+        assert (self.length < self.limit).logical_or(self.limit == 0).all()
         assert (self.pending >= 0).all() and (self.pending <= min(self.waiting, self.ring)).all()
         for cache in self.caches():  # the drafter's lacks what waits in the ring
             length = self.length if cache is self.target.cache else self.length - self.pending
@@ -107,12 +113,12 @@ def decode(target, draft, prompts: list, mode: str, tolerance: float = 1e-9, **s
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
-    before = generate.Decoder
-    generate.Decoder = Kept
+    before = serve.Decoder
+    serve.Decoder = Kept
     try:
         results = generate.generate(target, draft, prompts, mode, **settings)
     finally:
-        generate.Decoder = before
+        serve.Decoder = before
     counters_add_up(results)
     made[0].holds([p + r.tokens for p, r in zip(prompts, results)], tolerance)
     return results

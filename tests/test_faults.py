@@ -46,18 +46,20 @@ def faulty_block(change):
 
 def faulty_commit(change):
     ordinary = verify.commit
-    return verify, "commit", lambda target, latents, path, length, count: ordinary(target, latents, *change(path, length, count))
+    return verify, "commit", lambda target, latents, path, length, count, rows=None: ordinary(
+        target, latents, *change(path, length, count), rows)
 
 
 def faulty_graft(change):
     ordinary = draft_module.Drafter.graft
-    return draft_module.Drafter, "graft", lambda self, taps, length, count=None: ordinary(self, *change(taps, length, count))
+    return draft_module.Drafter, "graft", lambda self, taps, length, count=None, rows=None: ordinary(
+        self, *change(taps, length, count), rows)
 
 
 def faulty_taps(step):
     ordinary = model.Transformer.forward
-    return model.Transformer, "forward", lambda self, tree, length, span, taps=(), last=None: ordinary(
-        self, tree, length, span, tuple(t + step for t in taps), last)
+    return model.Transformer, "forward", lambda self, tree, length, span, taps=(), last=None, rows=None: ordinary(
+        self, tree, length, span, tuple(t + step for t in taps), last, rows)
 
 
 def dense(path):

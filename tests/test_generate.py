@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import generate
+import serve
 import tiny
 from checkpoint import UserError
 from invariants import counters_add_up, decode, texts
@@ -22,7 +23,7 @@ TOKENS = 26
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Prompts of 37 tokens take three chunks."""
-    monkeypatch.setattr(generate, "CHUNK", 16)
+    monkeypatch.setattr(serve, "CHUNK", 16)
 
 
 def modes(depths: int) -> list:
@@ -108,7 +109,7 @@ def test_chunks_of_any_size_give_the_same_text(chunk, monkeypatch):
     target = tiny.golden("deepseek_v3")
     plain = generate.generate(target, None, PROMPTS, "ar", max_new_tokens=8)
     draft = informed(target, "bidirectional", PROMPTS, plain)
-    monkeypatch.setattr(generate, "CHUNK", chunk)
+    monkeypatch.setattr(serve, "CHUNK", chunk)
     assert texts(decode(target, draft, PROMPTS, "ddtree", budget=12, max_new_tokens=8)) == texts(plain)
 
 
@@ -302,12 +303,23 @@ def test_the_context_limit_ends_rows_with_length(mode):
     assert texts(results) == [r.tokens[:40 - len(p)] for p, r in zip(prompts, plain)]
 
 
-@pytest.mark.parametrize("mode", generate.MODES)
-def test_the_drafters_smaller_context_counts(mode):
-    target = tiny.golden("moonlight")
-    draft = tiny.drafter(target, max_position_embeddings=30)
-    r, = decode(target, draft, [[1, 2, 3]], mode, max_new_tokens=60)
-    assert len(r.tokens) == 27 and r.finish == "length"
+@pytest.mark.parametrize("mode", ["dflash", "ddtree"])
+def test_past_the_drafters_context_a_row_decodes_plainly_and_the_others_go_on(mode):
+    """The text does not end there. Drafts are accepted for positions below the drafter's limit only, and once every row is past
+    it the drafter is not asked."""
+    target, prompts = tiny.golden("moonlight"), tiny.prompts(256, 3, 30, 38)
+    plain = generate.generate(target, None, prompts, "ar", max_new_tokens=40)
+    draft, asked = informed(target, "full", prompts, plain, forgets=False, max_position_embeddings=40), []
+    ordinary = draft.propose
+    draft.propose = lambda root, length, span: asked.append(length.tolist()) or ordinary(root, length, span)
+    results = decode(target, draft, prompts, mode, max_new_tokens=40)
+    assert texts(results) == texts(plain) and all(r.finish == "length" for r in results)
+    for p, r in zip(prompts, results):
+        length = len(p)  # committed tokens: the position of the root
+        for accepted in r.accepted:
+            assert accepted == max(0, min(5, 39 - length, len(p) + 40 - length - 2))
+            length += accepted + 1
+    assert all(min(lengths) < 39 for lengths in asked) and max(map(max, asked)) > 40 and max(len(r.accepted) for r in results) > len(asked)
 
 
 def test_a_limit_holds_for_every_row_of_a_ragged_batch(known):

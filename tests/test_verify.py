@@ -186,7 +186,7 @@ def ready(rows: int, limits: list) -> tuple:
     decoder.prepare(Plan("ddtree", 12))
     prompts = tiny.prompts(13, *range(3, 3 + rows))
     tokens = torch.tensor([p + [0] * (10 - len(p)) for p in prompts])
-    roots = decoder.prefill(tokens, torch.tensor([len(p) for p in prompts]), torch.ones(rows, dtype=torch.bool), Plan(), 0)
+    roots = decoder.prefill(tokens, torch.tensor([len(p) for p in prompts]), torch.ones(rows, dtype=torch.bool), torch.arange(rows), Plan(), 0)
     return decoder, prompts, roots
 
 

@@ -1,0 +1,276 @@
+"""Requests through a batch of slots: whoever finishes leaves its slot to the next, and the others go on.
+
+`serve` is the one loop: it fills slots, reads prompts in chunks between rounds, decides the width of a round through one hook,
+runs the round, and hands out what each row emitted. `generate.py` gives it as many slots as prompts.
+
+Shapes: B slots, R rows whose prompts are read together, T tokens of a chunk.
+"""
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Callable, Iterable, Iterator, NamedTuple, Optional
+
+import torch
+
+from checkpoint import UserError
+from draft import Drafter
+from model import Transformer
+from verify import Decoder, Plan
+
+MODES = ("ar", "dflash", "ddtree")
+SPINE = False   # the default tree: see the README's table of the two shapes
+CHUNK = 256     # prompt tokens of a row per prefill forward, and of all rows together while most slots decode
+
+
+@dataclass
+class Request:
+    """A text to write. Setting `cancelled` at any time ends it before the next round."""
+    tokens: list                # the prompt's ids
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    cancelled: bool = False
+
+
+@dataclass
+class Result:
+    """tokens: generated ids, a stop id not included. accepted: accepted drafts among the tokens each round emitted."""
+    tokens: list = field(default_factory=list)
+    accepted: list = field(default_factory=list)
+    finish: str = ""            # "stop", "length" or "cancelled"
+    first_token: float = 0.0    # seconds from the start to this text's first token
+    seconds: float = 0.0        # to its end
+
+
+class Event(NamedTuple):
+    """What one round (or the prefill) gave one request."""
+    number: int                 # which request, counted from 0
+    tokens: list
+    drafts: int                 # how many of the tokens are accepted drafts: the first ones
+    finish: str                 # "" while it goes on
+    prefill: bool
+
+
+@dataclass
+class Row:
+    """The request in a slot."""
+    number: int
+    request: Request
+    limit: int                  # tokens it may hold, prompt included
+    total: int                  # tokens it holds: the prompt and what was emitted
+    read: int = 0               # prompt tokens committed
+
+    @property
+    def left(self) -> int:
+        return len(self.request.tokens) - self.read
+
+
+class State(NamedTuple):
+    """What the plan of the next round may be chosen from."""
+    rows: int                   # how many decode
+    span: int                   # cache slots the round will attend
+    plan: Optional[Plan]        # of the last round; None before the first
+    packed: list                # what the last round gave, as `Decoder.step` read it back
+    seconds: float              # what it took, the copy to the host included
+
+
+@dataclass
+class Usage:
+    """How many slots the rounds found occupied by a row that decodes."""
+    slots: int = 0
+    rounds: int = 0
+    rows: int = 0
+
+    @property
+    def busy(self) -> float:
+        return self.rows / (self.rounds * self.slots) if self.rounds else 0.0
+
+
+def record(result: Result, e: Event, seconds: float) -> None:
+    result.tokens += e.tokens
+    result.seconds = seconds
+    result.finish = e.finish
+    if e.prefill:
+        result.first_token = seconds
+    elif e.finish != "cancelled":
+        result.accepted.append(e.drafts)
+
+
+# The loop
+
+def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, batch: int, mode: str, budget: int, spine: bool,
+               compile: bool) -> tuple:
+    """A Decoder of `batch` slots that hold the largest of the requests, and the Plan of its rounds."""
+    context = target.config.max_positions
+    most = max(min(len(r.tokens) + r.max_new_tokens, context) for r in requests)
+    # slots in powers of two: with whole buckets a second call finds the graphs of the first
+    decoder = Decoder(target, None if mode == "ar" else draft, batch, min(bucket(most, 256), context) if compile else most)
+    hot = [r for r in requests if r.temperature > 0]
+    plan = Plan(mode, budget, spine, bool(hot), any(r.top_k > 0 or r.top_p < 1 for r in hot))
+    decoder.prepare(plan)
+    if compile:
+        decoder.compile()
+    return decoder, plan
+
+
+def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Optional[Callable[[State], Plan]] = None, stop_ids: tuple = (),
+          until: Optional[Callable] = None, progress: Callable = lambda text: None, usage: Optional[Usage] = None) -> Iterator[Event]:
+    """Yields an Event per request and round. A request is taken from `requests` when a slot is free for it, not earlier.
+
+    plan: of every round, or choose(state) names the mode, budget and shape of each. (Whether rounds sample and filter follows from
+    the plan and the requests so far: asking each round for less would cost a graph.) stop_ids end a text and are not emitted.
+    until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
+    of prompts read while nothing decodes."""
+    B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), usage or Usage()
+    queue, rows, resting, state = enumerate(requests), [None] * B, set(), State(0, 0, None, [], 0.0)
+    usage.slots = B
+
+    def leave(slot: int, finish: str) -> None:
+        if finish != "length":  # stops and cancellations are the host's business; a row at its limit rests by itself
+            resting.add(slot)
+        rows[slot] = None
+
+    def emit(slot: int, tokens: list, prefill: bool = False) -> Event:
+        row, drafts, finish = rows[slot], len(tokens) - 1, ""
+        end = next((i for i, t in enumerate(tokens) if t in stops), None)
+        if end is not None:
+            tokens, finish = tokens[:end], "stop"
+        keep = until(row.number, tokens) if until is not None and tokens else None
+        if keep is not None:
+            tokens, finish = tokens[:keep], "stop"
+        row.total += len(tokens)
+        if not finish and row.total >= row.limit:
+            finish = "length"
+        if finish:
+            leave(slot, finish)
+        return Event(row.number, tokens, min(drafts, len(tokens)), finish, prefill)
+
+    while True:
+        for slot, row in enumerate(rows):
+            if row is not None and row.request.cancelled:
+                leave(slot, "cancelled")
+                yield Event(row.number, [], 0, "cancelled", False)
+        fresh = []
+        for slot in [s for s in range(B) if rows[s] is None]:
+            number, request = next(queue, (0, None))
+            if request is None:
+                break
+            rows[slot] = Row(number, request, min(len(request.tokens) + request.max_new_tokens, decoder.slots), len(request.tokens))
+            fresh.append((slot, request))
+        if not any(rows):
+            return
+        if fresh:
+            decoder.enter([s for s, _ in fresh], [(rows[s].limit, r.seed, r.temperature, r.top_k, r.top_p) for s, r in fresh])
+            hot = [r for _, r in fresh if r.temperature > 0]
+            plan = plan._replace(sampled=plan.sampled or bool(hot), filtered=plan.filtered or any(r.top_k > 0 or r.top_p < 1 for r in hot))
+            resting -= {s for s, _ in fresh}
+        reading = sorted((s for s in range(B) if rows[s] is not None and rows[s].left), key=lambda s: rows[s].number)
+        decoding = B - rows.count(None) - len(reading)
+        if reading:
+            # where most slots wait for their prompts, those come first; else a chunk at a time, and the others go on
+            for slot, root in read_chunk(decoder, rows, reading, B * CHUNK if 2 * decoding < B else CHUNK, plan):
+                yield emit(slot, [root], prefill=True)
+            if not decoding:
+                progress(f"prompts read: {sum(r.read for r in rows if r)} of {sum(len(r.request.tokens) for r in rows if r)} tokens")
+        decoding = [s for s in range(B) if rows[s] is not None and not rows[s].left]
+        if not decoding:
+            continue
+        if resting:
+            decoder.active[torch.tensor(sorted(resting), device=device)] = False
+            resting.clear()
+        span = span_for(max(rows[s].total for s in decoding), decoder.slots)
+        turn = plan if choose is None else choose(state._replace(rows=len(decoding), span=span))._replace(sampled=plan.sampled, filtered=plan.filtered)
+        if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
+            turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
+        began = time.perf_counter()
+        packed = decoder.step(turn, span)
+        state = State(len(decoding), span, turn, packed, time.perf_counter() - began)
+        usage.rounds, usage.rows = usage.rounds + 1, usage.rows + len(decoding)
+        for slot in decoding:
+            count, *tokens = packed[slot]
+            if count < 1:
+                raise RuntimeError(f"row {slot} decodes here and rests on the device: this round would repeat for ever")
+            yield emit(slot, tokens[:count])
+
+
+def read_chunk(decoder: Decoder, rows: list, reading: list, room: int, plan: Plan) -> list:
+    """Feeds the next chunk of the prompts in the slots `reading`, in this order, as many as fit together into `room` tokens, but
+    at least one. Returns (slot, first token) of the rows whose prompt is read."""
+    lengths = [min(rows[s].left, CHUNK) for s in reading]
+    R, T = 1, lengths[0]
+    while R < len(reading) and (R + 1) * max(T, lengths[R]) <= room:
+        R, T = R + 1, max(T, lengths[R])
+    slots, counts = reading[:R], lengths[:R]
+    if decoder.compiled is not None:  # few shapes: sizes in powers of four, filled with other rows that read nothing
+        B, T = len(rows), min(rung(T, 16), CHUNK)
+        slots = slots + [s for s in range(B) if s not in slots][:min(rung(R, 1), B) - R]
+        counts = counts + [0] * (len(slots) - R)
+    device, start = decoder.root.device, [rows[s].read if n else 0 for s, n in zip(slots, counts)]
+    tokens = [rows[s].request.tokens[at:at + n] + [0] * (T - n) if n else [0] * T for s, at, n in zip(slots, start, counts)]
+    last = [n > 0 and rows[s].left == n for s, n in zip(slots, counts)]
+    roots = decoder.feed(torch.tensor(tokens, device=device), torch.tensor(counts, device=device), torch.tensor(last, device=device),
+                         torch.tensor(slots, device=device), Plan("ar", 0, False, plan.sampled, plan.filtered), span_for(max(start), decoder.slots))
+    for s, n in zip(slots, counts):
+        if n:
+            rows[s].read += n
+    return [(s, root) for s, root, ends in zip(slots, roots, last) if ends]
+
+
+def prefill(decoder: Decoder, prompts: list, plan: Plan) -> None:
+    """Reads a prompt into each row, whole, and nothing else: for those who then run rounds by hand."""
+    rows = [Row(i, Request(p), decoder.slots, len(p)) for i, p in enumerate(prompts)]
+    while any(r.left for r in rows):
+        read_chunk(decoder, rows, [i for i, r in enumerate(rows) if r.left], len(rows) * CHUNK, plan)
+
+
+def bucket(n: int, least: int) -> int:
+    """The power of two, at least `least`, that holds n."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def rung(n: int, least: int) -> int:
+    """The smallest of least, 4 * least, 16 * least, … that holds n."""
+    return least if n <= least else rung(n, 4 * least)
+
+
+def span_for(length: int, slots: int) -> int:
+    """How many cache slots to attend for `length` committed tokens: none, or a power of two, at most the whole cache."""
+    return min(bucket(length, 64), slots) if length else 0
+
+
+# What cannot be served
+
+def need(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+def check_settings(mode: str, budget: int, max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed, rows: int) -> None:
+    """UserError on the first setting out of range."""
+    need(mode in MODES, f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
+    need(1 <= budget <= 4096, f"budget must be between 1 and 4096, got {budget}")
+    need(max_new_tokens >= 1, f"max-new-tokens must be at least 1, got {max_new_tokens}")
+    need(temperature == 0 or 1e-4 <= temperature < math.inf, f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}")
+    need(0 < top_p <= 1, f"top-p must be above 0 and at most 1, got {top_p}")
+    need(0 <= top_k < 2 ** 63, f"top-k must be 0 (off) or positive and fit 64 bits, got {top_k}")
+    seeds = [seed] if isinstance(seed, int) else list(seed)
+    need(isinstance(seed, int) or len(seeds) == rows, f"{len(seeds)} seeds for {rows} prompts; pass one, or one per prompt")
+    need(all(-2 ** 63 <= s < 2 ** 63 for s in seeds), f"a seed must fit 64 bits, got {max(seeds, key=abs)}")
+
+
+def check_prompts(prompts: list, context: int, vocab: int) -> None:
+    """UserError on the first prompt that cannot be served."""
+    need(len(prompts) > 0, "there is no prompt; pass --prompt")
+    for i, p in enumerate(prompts):
+        need(len(p) > 0, f"prompt {i} is empty; give it at least one token")
+        need(len(p) < context, f"prompt {i} has {len(p)} tokens and the context holds {context}; shorten it to at most {context - 1}")
+        bad = next((t for t in p if not 0 <= t < vocab), None)
+        need(bad is None, f"prompt {i} holds the token id {bad}; the vocabulary has ids 0 to {vocab - 1}")
+
+
+def check_pair_for(mode: str, budget: int, spine: bool, draft: Optional[Drafter]) -> None:
+    """UserError where a mode asks of the drafter what it cannot give."""
+    need(mode == "ar" or draft is not None, f"mode {mode} needs a drafter and there is none; pass --draft, or use --mode ar")
+    need(not (mode == "ddtree" and spine) or budget >= draft.depths, f"with a spine the budget must be at least the {draft and draft.depths} drafted depths, got {budget}")
