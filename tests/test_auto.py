@@ -25,7 +25,7 @@ def started(prompts: list, ring: int = 0, limit: int = 60, **changes) -> tuple:
     decoder.temperature.fill_(changes.get("temperature", 0.0))
     tokens = torch.tensor([p + [0] * (max(map(len, prompts)) - len(p)) for p in prompts])
     every = torch.ones(len(prompts), dtype=torch.bool)
-    decoder.prefill(tokens, torch.tensor([len(p) for p in prompts]), every, Plan("ar", sampled="temperature" in changes), 0)
+    decoder.prefill(tokens, torch.tensor([len(p) for p in prompts]), every, torch.arange(len(prompts)), Plan("ar", sampled="temperature" in changes), 0)
     return decoder, texts
 
 
