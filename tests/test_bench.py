@@ -5,8 +5,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import bench
+from costs import short, spread
 from generate import load
 from helpers import GOLDEN, golden_draft, golden_target, write
+from model import MoE
 
 SMALL = ["--prompts", "2", "--tokens", "9", "--budgets", "5", "--repeats", "2"]
 
@@ -70,7 +72,7 @@ def test_costs(folder):
         # every latent whole for the scores, its first part for the values, however many nodes look at it
         assert r["context_bytes_taken"] / r["context_bytes"] == 1 + target.config.kv_lora_rank / target.config.latent_dim
         assert r["experts"] == K if r["nodes"] == 1 else K <= r["experts"] <= E
-    experts = sum(p.nbytes for m in target.modules() if isinstance(m, bench.MoE) for p in m.experts.parameters())
+    experts = sum(p.nbytes for m in target.modules() if isinstance(m, MoE) for p in m.experts.parameters())
     one = target.weight_bytes() - target.embed_tokens.weight.nbytes - experts * (1 - K / E) + 64 * target.latent_bytes_per_token()
     assert rows[0]["bytes"] == pytest.approx(one) and rows[1]["x"]["median"] > 0
     modes = [{"case": m, "mode": m, "budget": 8, "concurrency": 2, "pooled": p, "tok_s": {"median": 100.0 * p}, "ratio": {"median": p / 2}}
@@ -90,8 +92,8 @@ def test_random_layers(capsys, more):
 
 def test_numbers():
     assert bench.repeated_4grams([1, 2, 3, 4, 5]) == 0 and bench.repeated_4grams([7] * 8) == 0.8 and bench.repeated_4grams([1]) == 0
-    assert bench.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "q1": 1.5, "q3": 2.5} and bench.spread([4.0])["q3"] == 4.0
-    assert bench.short({"median": 2.0, "q1": 1.5, "q3": 2.5}, 1) == "2.0 [1.5, 2.5]" and bench.short(None) == "-"
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "q1": 1.5, "q3": 2.5} and spread([4.0])["q3"] == 4.0
+    assert short({"median": 2.0, "q1": 1.5, "q3": 2.5}, 1) == "2.0 [1.5, 2.5]" and short(None) == "-"
 
 
 @pytest.mark.parametrize("argv, message", [
