@@ -117,7 +117,7 @@ class Plan(NamedTuple):
     spine: bool = False      # see build_tree
     sampled: bool = False    # some row has a temperature
     filtered: bool = False   # some row has top-k or top-p
-    ladder: tuple = ()       # of a ddtree round: build the widest tree, verify the first `budget` drafts, report on all widths
+    ladder: tuple = ()       # widths to report on: a ddtree round builds the widest tree and verifies its first `budget` drafts
 
 
 class Decoder(nn.Module):
@@ -224,22 +224,25 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def round(self, plan: Plan, span: int, mark: Callable = lambda stage: None) -> Tensor:
         """One round for all rows. span: cache slots to attend, at least every length. Returns (B, P + 1): how many tokens
-        a row emitted, then the tokens. With a ladder, W rows of `expected` and W + 1 of `hits` follow, as wide as D + 2.
-        `mark` is called after each stage, for those who time them."""
+        a row emitted, then the tokens. With a ladder, the rows of `expected` (of a ddtree round) and of `reached` follow,
+        and all are D + 2 wide. `mark` is called after each stage, for those who time them."""
         marginals = self.propose(plan, span)
         mark("propose")
         tree, score = self.build(marginals, plan)
-        expected = self.expected(tree, score, plan) if plan.ladder and score is not None else None
-        tree = first(tree, plan.budget + 1) if plan.ladder and score is not None else tree
+        told = []
+        if plan.ladder and plan.mode == "ddtree":
+            told, tree = [self.expected(tree, score, plan)], first(tree, plan.budget + 1)
         mark("build")
         logits, taps, latents = self.target(tree, self.length, span, self.taps)
         tokens = self.choose(logits, self.length.unsqueeze(1) + tree.depth + 1, plan)
         mark("verify")
-        hits = self.hits(tree, tokens, self.top_chain(marginals), plan) if expected is not None else None
-        emitted = self.settle(tree, tokens, taps, latents, rests=self.rests(plan))
-        if expected is not None:
-            wide = self.draft.depths + 2
-            emitted = torch.cat([torch.nn.functional.pad(t, (0, wide - t.shape[1])) for t in (emitted, expected, hits)])
+        path, accepted, _ = accept(tree, tokens)
+        if plan.ladder and plan.mode != "ar":
+            told.append(self.reached(accepted))
+        emitted = self.settle(path, accepted, tokens, taps, latents, self.rests(plan))
+        if told:
+            told = torch.cat(told)
+            emitted = torch.cat([torch.nn.functional.pad(t, (0, told.shape[1] + 2 - t.shape[1])) for t in (emitted, told)])
         mark("accept+commit")
         return emitted
 
@@ -263,26 +266,23 @@ class Decoder(nn.Module):
         return best(marginals, self.target.vocab)
 
     def expected(self, tree: Tree, score: Tensor, plan: Plan) -> Tensor:
-        """(W, D): how many drafts the drafter expects to be accepted at each depth were the tree cut to each width of the ladder,
-        summed over active rows, in 1/ODDS. Nodes come best first, so one tree prices all smaller ones."""
+        """(W + 1, D): how many drafts the drafter expects to be accepted at each depth were the tree cut to each width of the ladder,
+        and last were it the chain of a dflash round, whose nodes are the best of each depth; summed over active rows, in 1/ODDS. Nodes
+        come best first, so one tree prices all smaller ones."""
         at = tree.depth.unsqueeze(-1) == torch.arange(1, self.draft.depths + 1, device=score.device)        # (B, N, D)
-        mass = ((score.exp() * self.active.unsqueeze(1)).unsqueeze(-1) * at).sum(0).cumsum(0)               # (N, D)
-        return (torch.stack([mass[min(n, len(mass) - 1)] for n in plan.ladder]) * ODDS).round().long()
+        mass = (score.exp() * self.active.unsqueeze(1)).unsqueeze(-1) * at                                  # (B, N, D)
+        first_nodes = mass.sum(0).cumsum(0)                                                                 # (N, D)
+        rows = [first_nodes[min(n, len(first_nodes) - 1)] for n in plan.ladder] + [mass.amax(1).sum(0)]
+        return (torch.stack(rows) * ODDS).round().long()
 
-    def hits(self, tree: Tree, tokens: Tensor, top: Tensor, plan: Plan) -> Tensor:
-        """(W + 1, D): how many rows accept a draft at each depth, were the tree cut to each width of the ladder, and were it the
-        chain `top` (B, D) of a dflash round. Widths beyond the verified one count as that one."""
-        path, accepted, _ = accept(tree, tokens)
-        node, step = path[:, 1:], torch.arange(1, path.shape[1], device=path.device)                        # (B, P-1)
-        good = (step <= accepted.unsqueeze(1)) & self.active.unsqueeze(1)
-        along = (good & (tree.tokens.gather(1, node) == top[:, :len(step)])).long().cumprod(1)
-        counts = torch.stack([(good & (node <= n)).sum(0) for n in plan.ladder] + [along.sum(0)])
-        return torch.nn.functional.pad(counts, (0, top.shape[1] - len(step)))
+    def reached(self, accepted: Tensor) -> Tensor:
+        """(1, D): how many active rows accept a draft at each depth, whatever their limits cut off."""
+        depth = torch.arange(1, self.draft.depths + 1, device=accepted.device)
+        return ((accepted.unsqueeze(1) >= depth) & self.active.unsqueeze(1)).sum(0, keepdim=True)
 
-    def settle(self, tree: Tree, tokens: Tensor, taps: Optional[Tensor], latents: Tensor, rests: bool = False) -> Tensor:
-        """Accepts, commits and grafts the path, moves every active row on. tokens (B, N): the target's. rests: the drafter does
-        not run now; the taps of the root wait."""
-        path, accepted, _ = accept(tree, tokens)
+    def settle(self, path: Tensor, accepted: Tensor, tokens: Tensor, taps: Optional[Tensor], latents: Tensor, rests: bool = False) -> Tensor:
+        """Commits and grafts the path (B, P), moves every active row on. tokens (B, N): the target's. rests: the drafter does not
+        run now; the taps of the root wait."""
         # A row stops at its limit: what it accepts beyond is dropped, and the target's token there is the same token
         accepted = torch.minimum(accepted, self.limit - self.length - 2)
         if self.draft is not None:  # a drafter whose context is smaller than the target's: past it, a row decodes plainly

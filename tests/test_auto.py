@@ -29,33 +29,33 @@ def started(prompts: list, ring: int = 0, limit: int = 60, **changes) -> tuple:
     return decoder, texts
 
 
-@pytest.mark.parametrize("width", LADDER)
+@pytest.mark.parametrize("width", [0, *LADDER])
 def test_a_round_reports_on_every_width(width):
-    decoder, _ = started(tiny.prompts(256, 5, 9, 2))
-    target, draft, plan = decoder.target, decoder.draft, Plan("ddtree", width, ladder=LADDER)
+    decoder, _ = started(tiny.prompts(256, 5, 9, 2), limit=20)
+    target, draft, D = decoder.target, decoder.draft, decoder.draft.depths
+    plan = Plan("ddtree", width, ladder=LADDER) if width else Plan("dflash", ladder=LADDER)
     decoder.prepare(plan)
     decoder.active[1] = False
-    for _ in range(6):
+    while decoder.active.any():
         active = decoder.active.clone()
-        marginals = draft.propose(decoder.root, decoder.length, 70)
-        want, hits = [], []
-        trees = [build_tree(marginals, decoder.root, n) for n in LADDER]
-        for n, tree in zip(LADDER, trees):
-            score = grow(marginals, decoder.root, n)[1].exp() * active.unsqueeze(1)
-            want.append([(score * (tree.depth == d)).sum().item() for d in range(1, draft.depths + 1)])
-        for tree in trees + [chain(torch.cat((decoder.root.unsqueeze(1), marginals.argmax(-1)), 1))]:
-            logits = target(tree, decoder.length, 70)[0]
-            accepted = accept(tree, logits.argmax(-1))[1]
-            hits.append([(accepted[active] >= d).sum().item() for d in range(1, draft.depths + 1)])
-        got = decoder.round(plan, 70).tolist()
-        assert [len(row) for row in got] == [draft.depths + 2] * (3 + 2 * len(LADDER) + 1)
-        expected, found, along = got[3:3 + len(LADDER)], got[3 + len(LADDER):-1], got[-1]
-        torch.testing.assert_close(torch.tensor(expected)[:, :-2] / ODDS, torch.tensor(want), rtol=0, atol=1e-5)
-        verified = LADDER.index(width)
-        assert [row[:-2] for row in found[:verified + 1]] == hits[:verified + 1]
-        assert all(row == found[verified] for row in found[verified:])
-        if width == LADDER[-1]:  # the widest tree holds the chain, as far as anybody follows it
-            assert along[:-2] == hits[-1]
+        marginals = draft.propose(decoder.root, decoder.length, decoder.slots)
+        top = chain(torch.cat((decoder.root.unsqueeze(1), marginals.argmax(-1)), 1))
+        tree, want = build_tree(marginals, decoder.root, width) if width else top, []
+        for n in LADDER * (width > 0):
+            smaller, score = grow(marginals, decoder.root, n)
+            score = score.exp() * active.unsqueeze(1)
+            want.append([(score * (smaller.depth == d)).sum().item() for d in range(1, D + 1)])
+        if width:
+            want.append((marginals.float().softmax(-1).amax(-1).cumprod(1) * active.unsqueeze(1)).sum(0).tolist())
+        accepted = accept(tree, target(tree, decoder.length, decoder.slots)[0].argmax(-1))[1]  # not cut by limits
+        got = decoder.round(plan, decoder.slots).tolist()
+        assert [len(row) for row in got] == [D + 2] * (3 + len(want) + 1)
+        if want:
+            expected, want = torch.tensor([row[:D] for row in got[3:-1]]) / ODDS, torch.tensor(want)
+            torch.testing.assert_close(expected[:-1], want[:-1], rtol=0, atol=1e-5)
+            seen = want[-1] > 0.05  # deep in a chain, its nodes may be too improbable for the widest tree
+            torch.testing.assert_close(expected[-1][seen], want[-1][seen], rtol=0, atol=0.05)
+        assert got[-1] == [(accepted[active] >= d).sum().item() for d in range(1, D + 1)] + [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -65,7 +65,7 @@ def test_whatever_a_round_does_the_text_is_that_of_ar(seed, temperature):
     prompts, rng = tiny.prompts(256, 5, 33, 1, 12, seed=seed), random.Random(seed)
     decoder, texts = started(prompts, ring=5, limit=40, **settings)
     out = [list(p) + [decoder.root[row].item()] for row, p in enumerate(prompts)]
-    choices = [Plan("ar"), Plan("dflash"), *(Plan("ddtree", n, ladder=LADDER) for n in LADDER)]
+    choices = [Plan("ar"), Plan("dflash", ladder=LADDER), *(Plan("ddtree", n, ladder=LADDER) for n in LADDER)]
     for plan in choices:
         decoder.prepare(plan)
     waited = 0
