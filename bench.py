@@ -40,7 +40,7 @@ import torch
 from chat import encode
 from checkpoint import UserError
 from costs import Reads, bench_random, compiled, copy_gb_s, cost, machine, now, progress, rounded, short, spread, table, timings, watching, weight_bytes
-from ddtree import build_tree
+from ddtree import CANDIDATES, build_tree
 from generate import BUNDLED, DTYPES, check_device, generate, load
 from model import chain
 from serve import MODES, need, prefill, span_for
@@ -213,7 +213,8 @@ def verify_costs(pair: tuple, prompts: list, batch: int, nodes: list, copy: floa
         for N in nodes:
             tree = chain(text[:, context:context + N])
             if draft is not None and N > 1:
-                tree = build_tree(draft.propose(root, length, span), root, N - 1)
+                marginals, conditional = draft.proposal(root, length, span)
+                tree = build_tree(marginals, root, N - 1, conditional=conditional, candidates=CANDIDATES)
             with watching(target) as touched, Reads(target.cache) as reads:
                 target(tree, length, span, decoder.taps)
             points[N, context] = touched, batch * span * target.latent_bytes_per_token(), reads.bytes

@@ -108,7 +108,7 @@ def parse_config(cls, d: dict, path: Path = Path("config.json")):
     try:
         c = cls.from_dict(d)
         for f in fields(c):
-            value, least = getattr(c, f.name), 0 if f.name in ("shared_experts", "mask_id") else 1
+            value, least = getattr(c, f.name), 0 if f.name in ("shared_experts", "mask_id", "markov_rank") else 1
             if f.type is int:
                 demand(type(value) is int and value >= least, f"{f.name} must be a whole number of at least {least}", value)
             elif f.type is float:
@@ -137,8 +137,9 @@ def parse_config(cls, d: dict, path: Path = Path("config.json")):
 # The tensors of a folder
 
 def canonical(name: str) -> str:
-    """The hub's name -> ours: wrappers prefix the text model with `model.`, `language_model.` or both."""
-    while name.startswith(("model.", "language_model.")):
+    """The hub's name -> ours: wrappers prefix the text model with `model.`, `language_model.` or both, and older drafters
+    their heads with `logit_head.`."""
+    while name.startswith(("model.", "language_model.", "logit_head.")):
         name = name.partition(".")[2]
     return name
 
@@ -293,9 +294,9 @@ def layout(model: nn.Module, stored=()) -> Iterator[Slot]:
                 yield Slot(at + name, (p,))
 
 
-def check(slots: list, files: Files, layers: float = math.inf) -> None:
+def check(slots: list, files: Files, layers: float = math.inf, unused: list = ()) -> None:
     """Names, shapes and kinds of what the files hold against what the model needs. Reads no tensor. `layers`: tensors of
-    layers from this one on are left alone."""
+    layers from this one on are left alone, and so are the `unused`."""
     missing, wrong, used = [], [], set()
     def fits(name, shape, kinds):
         if name not in files:
@@ -313,9 +314,9 @@ def check(slots: list, files: Files, layers: float = math.inf) -> None:
             fits(f"{slot.name}_scale_inv", (*slot.shape[:-2], -(-slot.shape[-2] // BLOCK), -(-slot.shape[-1] // BLOCK)), FLOATS)
         else:
             fits(slot.name, slot.shape, FLOATS)
-    unused = [files.spelling(n) for n in files.where if n not in used and not ignored(n, layers)]
+    left = [files.spelling(n) for n in files.where if n not in used and n not in unused and not ignored(n, layers)]
     problems = [f"{len(names)} tensor{'s' * (len(names) > 1)} {what}: {few(names)}" for what, names in
-                (("missing", missing), ("that cannot fit", wrong), ("of no use here", unused)) if names]
+                (("missing", missing), ("that cannot fit", wrong), ("of no use here", left)) if names]
     if problems:
         raise UserError(f"{files.folder}: " + "; ".join(problems))
 
@@ -396,7 +397,7 @@ def open_target(folder: Path, dtype: torch.dtype) -> tuple:
 
 # Drafters
 
-EXTENSIONS = {"markov_head": "DSpark", "confidence_head": "DSpark", "logit_head": "DSpark", "attention_conv": "DFlash2", "mlp_conv": "DFlash2",
+EXTENSIONS = {"prefix_gru": "a recurrent head", "joint_proj": "DSpark's rnn head", "attention_conv": "DFlash2", "mlp_conv": "DFlash2",
               "candidate_selector": "DFlash2", "sinks": "attention sinks", "midlayer": "Eagle", "d2t": "Eagle", "t2d": "Eagle"}
 
 
@@ -420,17 +421,23 @@ def open_draft(folder: Path, target_config: Config, dtype: torch.dtype) -> tuple
                 raise UserError(f"{folder}: {files.spelling(name)} belongs to an extension ({EXTENSIONS[part]}) that is not supported")
     config = parse_config(DraftConfig, raw, folder / "config.json")
     check_pair(config, target_config, folder)
+    head = [name for name in files.where if name.startswith("markov_head.")]
+    if head and not config.markov_rank:
+        raise UserError(f"{folder}: {files.spelling(head[0])} belongs to a Markov head, but config.json has no markov_rank")
+    confidence = sorted(name for name in files.where if name.startswith("confidence_head."))
     draft = on_meta(Drafter, config, dtype)
     with torch.device("meta"):
         if "embed_tokens.weight" in files:
             draft.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
         if "lm_head.weight" in files:
             draft.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
-    check(list(layout(draft)), files)
+    check(list(layout(draft)), files, unused=confidence)
 
     @torch.no_grad()
     def read(target: Transformer, device) -> Drafter:
         draft.to_empty(device=device)
+        if confidence:
+            print(f"loading the drafter: its confidence head ({few(confidence)}) is not used", file=sys.stderr)
         fill(list(layout(draft)), files, "loading the drafter")
         own = {name: m.requires_grad_(False) for name, m in draft.named_children() if name in ("embed_tokens", "lm_head")}
         draft.share(target)

@@ -4,14 +4,19 @@
 [root, mask, mask, …] over that grafted context and returns a distribution for every drafted depth at once. `blocks` is
 the body of both `propose` (one block per sequence) and training (many blocks per sequence).
 
+Distributions of different depths do not know each other. DSpark's Markov head, where a drafter has one, says what the token
+before adds to a depth's logits.
+
 Shapes: B sequences, M blocks per sequence (1 when proposing), b block slots, D drafted depths, S context slots, L draft layers,
-G kv heads, g query heads per kv head, d head dim, h hidden size, n taps, V vocabulary.
+G kv heads, g query heads per kv head, d head dim, h hidden size, n taps, V vocabulary, r rank of the Markov head, P prefixes,
+K candidates.
 """
 import math
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import FFN, RMSNorm, Rope, at_least_fp32, cos_sin, upcast
@@ -36,11 +41,13 @@ class DraftConfig:
     windows: tuple         # per layer: keys with q - k < window are seen; 0 = all
     causal: tuple          # per layer: causal inside the block
     max_positions: int
+    markov_rank: int = 0             # of the Markov head; 0: none
+    markov_type: str = "vanilla"     # or "gated"
 
     @classmethod
     def from_dict(cls, d: dict) -> "DraftConfig":
         """config.json as a dict -> DraftConfig. ValueError names what is missing, guessed nowhere."""
-        own = d.get("dflash_config") or {}
+        own = {**(d.get("dspark_config") or {}), **(d.get("dflash_config") or {})}
         def key(name, default=None):
             value = own.get(name, d.get(name, default))
             if value is None:
@@ -60,11 +67,16 @@ class DraftConfig:
                 raise ValueError(f"target_layer_ids must be distinct layers >= 0, got {list(taps)}")
             architecture = (d.get("architectures") or [""])[0]
             follows = architecture == "Qwen3DSparkModel" or key("shift_label", False)
+            rank, kind = own.get("markov_rank", d.get("markov_rank")) or 0, key("markov_head_type", "vanilla")
+            if rank and kind == "rnn":
+                raise ValueError("markov_head_type rnn is not supported: its state depends on the whole path; vanilla and gated heads are")
+            if rank and kind not in ("vanilla", "gated"):
+                raise ValueError(f"markov_head_type must be vanilla or gated, got {kind!r}")
             head_dim = d.get("head_dim") or d["hidden_size"] // heads
             config = cls(d["vocab_size"], d["hidden_size"], layers, heads, d.get("num_key_value_heads", heads), head_dim, d["intermediate_size"],
                          d["rms_norm_eps"], Rope.from_dict(d, head_dim), key("block_size"), "next" if follows else "masked", taps,
                          key("mask_token_id"), d.get("num_target_layers"), tuple(d["sliding_window"] if s else 0 for s in sliding),
-                         tuple(s and d.get("is_causal") is not False for s in sliding), d.get("max_position_embeddings", 1 << 30))
+                         tuple(s and d.get("is_causal") is not False for s in sliding), d.get("max_position_embeddings", 1 << 30), rank, kind)
         except KeyError as e:
             raise ValueError(f"the key {e.args[0]!r} is missing") from None
         except TypeError as e:
@@ -122,6 +134,25 @@ class DraftLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class MarkovHead(nn.Module):
+    """What the token before adds to a depth's logits: p_k(· | x) = softmax(U_k + W2 e), e = W1[x] (DSpark). Gated, e is scaled by
+    σ(Wg [h_k ; e]), h_k the block's output at the slot that drafts depth k."""
+
+    def __init__(self, c: DraftConfig):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(c.vocab_size, c.markov_rank)
+        self.markov_w2 = nn.Linear(c.markov_rank, c.vocab_size, bias=False)
+        self.gate_proj = nn.Linear(c.hidden_size + c.markov_rank, c.markov_rank) if c.markov_type == "gated" else None
+
+    def forward(self, tokens: Tensor, hidden: Tensor, ids: Optional[Tensor] = None) -> Tensor:
+        """tokens (…, P) before the depth and hidden (…, P, h) (or 1 in the place of P) of its slot -> (…, P, V), or (…, P, K) for
+        the tokens ids (…, K) alone."""
+        e = self.markov_w1(tokens)                                                                       # (…, P, r)
+        if self.gate_proj is not None:
+            e = self.gate_proj(torch.cat((hidden.expand(*e.shape[:-1], -1), e), -1)).sigmoid() * e
+        return self.markov_w2(e) if ids is None else e @ F.embedding(ids, self.markov_w2.weight).mT
+
+
 class Drafter(nn.Module):
     """`share` it with its target (embedding and head) before use, unless its file brings its own."""
 
@@ -133,6 +164,7 @@ class Drafter(nn.Module):
         self.kv_proj = nn.Parameter(torch.empty(c.num_layers, 2, c.num_kv_heads * c.head_dim, c.hidden_size))  # k, then v
         self.layers = nn.ModuleList(DraftLayer(c) for _ in range(c.num_layers))
         self.norm = RMSNorm(c.hidden_size, c.eps)
+        self.markov_head = MarkovHead(c) if c.markov_rank else None
         self.block = c.block  # may be lowered below what was trained, never raised
         self.register_buffer("frequencies", torch.empty(c.head_dim // 2), persistent=False)
         self.register_buffer("k_cache", torch.empty(0), persistent=False)
@@ -156,6 +188,16 @@ class Drafter(nn.Module):
                 nn.init.normal_(p.data, std=0.02, generator=generator)
             else:
                 nn.init.ones_(p.data)
+        if self.markov_head is not None:
+            self.init_head(generator)
+
+    def init_head(self, generator: torch.Generator) -> None:
+        """A Markov head that adds nothing yet: a drafter trained without one may be given it."""
+        head = self.markov_head
+        nn.init.normal_(head.markov_w1.weight.data, std=0.5, generator=generator)
+        nn.init.zeros_(head.markov_w2.weight.data)
+        if head.gate_proj is not None:
+            nn.init.zeros_(head.gate_proj.weight.data), nn.init.zeros_(head.gate_proj.bias.data)
 
     def adapt(self, block: Optional[int] = None, window: Optional[int] = None, attention_factor: Optional[float] = None) -> None:
         """Overrides for decoding: a block smaller than trained, a window of context that full layers see too, the
@@ -217,17 +259,28 @@ class Drafter(nn.Module):
         self.v_cache[:, rows, slot] = v
 
     def propose(self, root: Tensor, length: Tensor, span: Optional[int] = None) -> Tensor:
-        """root (B,) at position length (B,) -> logits (B, D, V): depth d predicts position length + d + 1.
+        """root (B,) at position length (B,) -> marginals (B, D, V), logits: depth d predicts position length + d + 1.
         span: context slots to attend, at least every length (default: all)."""
+        return self.proposal(root, length, span)[0]
+
+    def proposal(self, root: Tensor, length: Tensor, span: Optional[int] = None) -> tuple:
+        """`propose`, and what `build_tree` takes as conditional, None without a Markov head: f(depth, before (B, P), ids (B, K))
+        -> (B, P, K), what the token before adds to the logits of ids at a depth; of all V tokens without ids."""
         span = self.k_cache.shape[2] - 1 if span is None else span
         ids = torch.full((root.shape[0], 1, self.block), self.config.mask_id, device=root.device)
         ids[:, 0, 0] = root
         x = self.blocks(ids, length.unsqueeze(1), self.k_cache[:, :, :span], self.v_cache[:, :, :span])  # (B, 1, b, h)
-        return self.logits(x).squeeze(1)
+        hidden = x[:, 0, self.block - self.depths:]                                                      # (B, D, h)
+        def conditional(depth: int, before: Tensor, ids: Optional[Tensor] = None) -> Tensor:
+            return self.markov_head(before, hidden[:, depth:depth + 1], ids)
+        return self.lm_head(hidden), None if self.markov_head is None else conditional
 
-    def logits(self, x: Tensor) -> Tensor:
-        """blocks' output (B, M, b, h) -> logits (B, M, D, V) of the drafted slots."""
-        return self.lm_head(x[:, :, self.block - self.depths:])
+    def logits(self, x: Tensor, before: Optional[Tensor] = None) -> Tensor:
+        """blocks' output (B, M, b, h) -> logits (B, M, D, V) of the drafted slots; given the tokens (B, M, D) before each, where
+        there is a Markov head to tell them (training: the text's own)."""
+        x = x[:, :, self.block - self.depths:]
+        logits = self.lm_head(x)
+        return logits if before is None or self.markov_head is None else logits + self.markov_head(before, x)
 
     def blocks(self, ids: Tensor, start: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """ids (B, M, b) of M blocks that start at positions start (B, M), over context K, V (L, B, S, G, d) where slot s

@@ -25,7 +25,7 @@ from model import Config, Transformer
 from plan import check_fits, memory_plan, table
 from serve import (CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill, record,
                    serve)
-from show import DIM, RESET, Screen, draw_tree, summary
+from show import DIM, RESET, Screen, draw_tree, node_probabilities, summary
 from verify import Decoder, Plan
 
 BUNDLED = "checkpoints/tiny/target"
@@ -208,9 +208,9 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
     """The tree of one round of one prompt, drawn."""
     keep = {}
     class Watching(Decoder):
-        def build(self, marginals, plan):
-            tree, score = super().build(marginals, plan)
-            keep["marginals"], keep["tree"] = marginals, tree
+        def build(self, marginals, conditional, plan):
+            tree, score = super().build(marginals, conditional, plan)
+            keep["tree"], keep["probabilities"] = tree, node_probabilities(tree, marginals, conditional)
             return tree, score
     decoder = Watching(target, draft, 1, min(len(prompt) + (number + 1) * (draft.depths + 1), target.config.max_positions))
     decoder.enter([0], [(decoder.slots, args.seed, args.temperature, args.top_k, args.top_p)])
@@ -226,7 +226,7 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
     for token in tokens[:count - 1]:  # follow what was emitted; siblings differ, so there is one way
         node = next(j for j in range(tree.tokens.shape[1]) if tree.parents[0, j] == node and tree.tokens[0, j] == token)
         path.append(node)
-    return draw_tree(tree, keep["marginals"], path, tokens[:count], lambda t: tokenizer.decode([t], skip_special_tokens=False), args.color)
+    return draw_tree(tree, keep["probabilities"], path, tokens[:count], lambda t: tokenizer.decode([t], skip_special_tokens=False), args.color)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -77,7 +77,9 @@ def memory_plan(config: dict, draft: Optional[dict] = None, context: int = 4096,
         d = parse_config(DraftConfig, draft)
         check_pair(d, c, "(its config.json)")
         drafter = on_meta(Drafter, d, dtype)
-        plan["drafter"] = sum(-(-p.numel() // (tp if p.dim() > 1 else 1)) * item for p in drafter.own_params().values())
+        whole = ("markov_head.",)  # every device has the Markov head: it is small, and its rows are picked by token
+        plan["drafter"] = sum(-(-p.numel() // (tp if p.dim() > 1 and not name.startswith(whole) else 1)) * item
+                              for name, p in drafter.own_params().items())
     slots = context + 1  # one spare slot takes what is not committed
     plan["target latents"] = batch * slots * c.num_layers * c.latent_dim * item  # a latent serves all heads: every device has all
     if draft is not None:

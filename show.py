@@ -1,5 +1,5 @@
 """What the command line shows: text as it becomes complete, a line of figures, the tree of a round drawn as text."""
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor
@@ -86,18 +86,21 @@ def summary(mode: str, results: list, seconds: float) -> str:
             f"first token after {first * 1e3:.0f} ms")
 
 
-def node_probabilities(tree: Tree, marginals: Tensor) -> Tensor:
-    """tree and the marginals (B, D, V) it was built from -> (B, N) probability of each node after its parent; the root's is 1."""
-    logp = marginals.float().log_softmax(-1).flatten(1)                                        # (B, D*V)
-    at = ((tree.depth - 1) * marginals.shape[-1] + tree.tokens).clamp(min=0)
-    return torch.where(tree.depth > 0, logp.gather(1, at).exp(), 1.0)
+def node_probabilities(tree: Tree, marginals: Tensor, conditional: Optional[Callable] = None) -> Tensor:
+    """tree and what it was built from (`Drafter.proposal`) -> (B, N) probability of each node after its parent; the root's is 1."""
+    before, p = tree.tokens.gather(1, tree.parents.clamp(min=0)), torch.ones_like(tree.tokens, dtype=torch.float32)
+    for d in range(marginals.shape[1]):
+        logits = marginals[:, d].unsqueeze(1) + (conditional(d, before) if conditional is not None else 0)  # (B, N or 1, V)
+        here = logits.float().softmax(-1).expand(-1, before.shape[1], -1).gather(-1, tree.tokens.unsqueeze(-1)).squeeze(-1)
+        p = torch.where(tree.depth == d + 1, here, p)
+    return p
 
 
-def draw_tree(tree: Tree, marginals: Tensor, path: list, emitted: list, decode, color: bool = False) -> str:
-    """Row 0 of a tree as text: each node's token, the drafter's probability for it after its parent and for the whole
+def draw_tree(tree: Tree, probabilities: Tensor, path: list, emitted: list, decode, color: bool = False) -> str:
+    """Row 0 of a tree as text: each node's token, the drafter's probability (B, N) for it after its parent and for the whole
     path to it; a tick where the target accepted it. path: the accepted node ids, root first; emitted: the round's tokens;
     decode: id -> text."""
-    conditional = node_probabilities(tree, marginals)[0]
+    conditional = probabilities[0]
     joint = torch.where(tree.ancestors[0], conditional, 1.0).prod(-1).tolist()
     conditional, tokens, parents = conditional.tolist(), tree.tokens[0].tolist(), tree.parents[0].tolist()
     children = [[j for j, p in enumerate(parents) if p == i] for i in range(len(tokens))]

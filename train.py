@@ -19,6 +19,7 @@ import time
 import warnings
 import zlib
 from pathlib import Path
+from typing import Optional
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
@@ -309,18 +310,19 @@ def draft_loss(draft: Drafter, taps: Tensor, ids: Tensor, logits: Tensor, anchor
     soft = (logits[rows, at] / temperature.clamp(min=0.1).view(-1, 1, 1, 1)).softmax(-1)  # (B, M, D, V)
     hard = F.one_hot(ids[rows, at + 1], logits.shape[-1]).to(soft.dtype)
     labels = torch.where(temperature.view(-1, 1, 1, 1) > 0, soft, hard)
-    entropy = -(labels * block_logits(draft, taps, ids, anchors).float().log_softmax(-1)).sum(-1)  # (B, M, D)
+    before = ids[rows, at]                                                              # the text's own token before each depth
+    entropy = -(labels * block_logits(draft, taps, ids, anchors, before).float().log_softmax(-1)).sum(-1)  # (B, M, D)
     weight = torch.exp(-torch.arange(D) / GAMMA)
     return (entropy * weight).mean() / weight.mean()
 
 
-def block_logits(draft: Drafter, taps: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
-    """One block at every anchor (B, M), by the code that `propose` runs -> logits (B, M, D, V)."""
+def block_logits(draft: Drafter, taps: Tensor, ids: Tensor, anchors: Tensor, before: Optional[Tensor] = None) -> Tensor:
+    """One block at every anchor (B, M), by the code that `propose` runs -> logits (B, M, D, V); given the tokens before."""
     B, T = ids.shape
     blocks = torch.full((*anchors.shape, draft.block), draft.config.mask_id)
     blocks = torch.cat((ids.gather(1, anchors).unsqueeze(-1), blocks[..., 1:]), -1)     # root, mask, mask, …
     k, v = draft.context(taps, torch.arange(T).expand(B, T))
-    return draft.logits(draft.blocks(blocks, anchors, k, v))
+    return draft.logits(draft.blocks(blocks, anchors, k, v), before)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from ddtree import candidate_tables, first, grow
+from ddtree import CANDIDATES, candidate_tables, first, greedy_chain, grow
 from draft import Drafter
 from model import Transformer, Tree, chain, upcast
 from parallel import Vocabulary, best
@@ -118,6 +118,7 @@ class Plan(NamedTuple):
     sampled: bool = False    # some row has a temperature
     filtered: bool = False   # some row has top-k or top-p
     ladder: tuple = ()       # widths to report on: a ddtree round builds the widest tree and verifies its first `budget` drafts
+    candidates: int = CANDIDATES  # tokens of a depth that a Markov head scores: see ddtree.grow
 
 
 class Decoder(nn.Module):
@@ -189,13 +190,13 @@ class Decoder(nn.Module):
     def prepare(self, plan: Plan) -> None:
         """Makes build_tree's index tables for a plan, as a buffer: a graph then reads them from a fixed address."""
         budget = plan.ladder[-1] if plan.ladder else plan.budget
-        if plan.mode == "ddtree" and budget not in self.pairs:
+        if plan.mode == "ddtree" and self.draft.markov_head is None and budget not in self.pairs:
             tables = candidate_tables(self.draft.depths, self.target.config.vocab_size, budget, self.root.device)
             self.register_buffer(f"pairs_{budget}", torch.cat(tables, 1), persistent=False)
             self.pairs[budget] = [t.shape[1] for t in tables]
 
-    def tables(self, budget: int) -> tuple:
-        return getattr(self, f"pairs_{budget}").split(self.pairs[budget], 1)
+    def tables(self, budget: int) -> Optional[tuple]:
+        return None if self.draft.markov_head is not None else getattr(self, f"pairs_{budget}").split(self.pairs[budget], 1)
 
     def choose(self, logits: Tensor, position: Tensor, plan: Plan, rows: Optional[Tensor] = None) -> Tensor:
         """logits (B, N, V) for tokens at position (B, N) -> the target's tokens (B, N). rows (B,): whose settings to use."""
@@ -226,9 +227,9 @@ class Decoder(nn.Module):
         """One round for all rows. span: cache slots to attend, at least every length. Returns (B, P + 1): how many tokens
         a row emitted, then the tokens. With a ladder, the rows of `expected` (of a ddtree round) and of `reached` follow,
         and all are D + 2 wide. `mark` is called after each stage, for those who time them."""
-        marginals = self.propose(plan, span)
+        marginals, conditional = self.propose(plan, span)
         mark("propose")
-        tree, score = self.build(marginals, plan)
+        tree, score = self.build(marginals, conditional, plan)
         told = []
         if plan.ladder and plan.mode == "ddtree":
             told, tree = [self.expected(tree, score, plan)], first(tree, plan.budget + 1)
@@ -246,23 +247,26 @@ class Decoder(nn.Module):
         mark("accept+commit")
         return emitted
 
-    def propose(self, plan: Plan, span: int) -> Optional[Tensor]:
-        return None if plan.mode == "ar" else self.draft.propose(self.root, self.length, span)
+    def propose(self, plan: Plan, span: int) -> tuple:
+        """Marginals (B, D, V), and what the drafter's Markov head adds to them (`Drafter.proposal`), or None."""
+        return (None, None) if plan.mode == "ar" else self.draft.proposal(self.root, self.length, span)
 
-    def build(self, marginals: Optional[Tensor], plan: Plan) -> tuple:
+    def build(self, marginals: Optional[Tensor], conditional: Optional[Callable], plan: Plan) -> tuple:
         """The tree, and the log probabilities (B, N) of its nodes where it is a ddtree."""
         if plan.mode == "ar":
             return chain(self.root.unsqueeze(1)), None
         if plan.mode == "dflash":
-            return chain(torch.cat((self.root.unsqueeze(1), self.top_chain(marginals)), 1)), None
+            return chain(torch.cat((self.root.unsqueeze(1), self.top_chain(marginals, conditional, plan)), 1)), None
         budget = plan.ladder[-1] if plan.ladder else plan.budget
-        return grow(marginals, self.root, budget, plan.spine, self.tables(budget), self.target.vocab)
+        return grow(marginals, self.root, budget, plan.spine, self.tables(budget), self.target.vocab, conditional, plan.candidates)
 
     def rests(self, plan: Plan) -> bool:
         return plan.mode == "ar" and self.ring > 0
 
-    def top_chain(self, marginals: Tensor) -> Tensor:
+    def top_chain(self, marginals: Tensor, conditional: Optional[Callable], plan: Plan) -> Tensor:
         """(B, D): the drafts of a dflash round."""
+        if conditional is not None:
+            return greedy_chain(marginals, self.root, conditional, plan.candidates, self.target.vocab)
         return best(marginals, self.target.vocab)
 
     def expected(self, tree: Tree, score: Tensor, plan: Plan) -> Tensor:

@@ -214,13 +214,69 @@ def test_wrong_pairs(changes, says, target, tmp_path):
 
 
 @pytest.mark.parametrize("name, kind", (
-    ("markov_head.weight", "DSpark"), ("confidence_head.proj.weight", "DSpark"), ("logit_head.weight", "DSpark"),
+    ("logit_head.prefix_gru.weight_ih", "a recurrent head"), ("markov_head.joint_proj.weight", "DSpark's rnn head"),
     ("layers.0.attention_conv.weight", "DFlash2"), ("layers.1.mlp_conv.weight", "DFlash2"), ("candidate_selector.weight", "DFlash2"),
     ("layers.0.self_attn.sinks", "attention sinks"), ("midlayer.hidden_norm.weight", "Eagle")))
 def test_extensions_are_refused_by_name(name, kind, target, tmp_path):
     config, tensors = golden_draft("full_b8")
     line = error(write(tmp_path, config, tensors | {name: torch.ones(2)}), target)
     assert name in line and kind in line
+
+
+def golden_dspark(kind: str = "vanilla", **changes) -> tuple:
+    """A golden drafter with a Markov head of rank 4: (config, tensors)."""
+    config, tensors = golden_draft("full_b8", markov_rank=4, markov_head_type=kind, **changes)
+    g = torch.Generator().manual_seed(0)
+    shapes = {"markov_w1.weight": (256, 4), "markov_w2.weight": (256, 4)} | (
+        {"gate_proj.weight": (4, 68), "gate_proj.bias": (4,)} if kind == "gated" else {})
+    return config, tensors | {f"markov_head.{k}": torch.randn(v, generator=g) for k, v in shapes.items()}
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+@pytest.mark.parametrize("prefix", ["", "logit_head."])
+def test_markov_heads_are_read_and_written(kind, prefix, target, tmp_path):
+    """Under both spellings, bit for bit; what is written is the published spelling."""
+    config, tensors = golden_dspark(kind)
+    nested = {prefix + k if k.startswith("markov_head.") else k: t for k, t in tensors.items()}
+    draft = load_draft(write(tmp_path / "read", config, nested), target)
+    for name, t in tensors.items():
+        if name.startswith("markov_head."):
+            assert torch.equal(draft.get_parameter(name), t)
+    save_draft(draft, config, tmp_path / "written", torch.float32)
+    again = load_file(tmp_path / "written" / "model.safetensors")
+    assert again.keys() == tensors.keys() and all(torch.equal(again[k], tensors[k]) for k in tensors)
+
+
+def test_a_confidence_head_is_named_as_unused(target, tmp_path, capsys):
+    config, tensors = golden_dspark(enable_confidence_head=True)
+    folder = write(tmp_path, config, tensors | {"confidence_head.proj.weight": torch.ones(1, 68), "confidence_head.proj.bias": torch.ones(1)})
+    load_draft(folder, target)
+    assert capsys.readouterr().err == "loading the drafter: its confidence head (confidence_head.proj.bias, confidence_head.proj.weight) is not used\n"
+
+
+def test_a_deepspec_folder(target, tmp_path):
+    """Qwen3DSparkModel: every key at the top level, `next` slots, a frozen embedding and head of its own that are not the target's."""
+    config, tensors = golden_dspark()
+    keys = config.pop("dflash_config")
+    own = {"embed_tokens.weight": torch.randn(256, 64), "lm_head.weight": torch.randn(256, 64)}
+    draft = load_draft(write(tmp_path, {**config, **keys, "architectures": ["Qwen3DSparkModel"]}, tensors | own), target)
+    assert draft.config.slots == "next" and draft.depths == 8 and draft.config.taps == (0, 1, 2)
+    for name, t in own.items():
+        assert torch.equal(draft.get_parameter(name), t)
+    assert not torch.equal(own["lm_head.weight"], target.lm_head.weight)
+
+
+@pytest.mark.parametrize("config, gone, says", (
+    ({"markov_rank": 0}, (), "markov_head.markov_w1.weight belongs to a Markov head, but config.json has no markov_rank"),
+    ({"markov_rank": 5}, (), "markov_head.markov_w1.weight is [256, 4], the config asks for [256, 5]"),
+    ({"markov_rank": -1}, (), "markov_rank must be a whole number of at least 0, got -1"),
+    ({"markov_rank": "4"}, (), "markov_rank must be a whole number of at least 0, got '4'"),
+    ({"markov_head_type": "rnn"}, (), "markov_head_type rnn is not supported"),
+    ({"markov_head_type": "gated"}, (), "missing: markov_head.gate_proj.weight, markov_head.gate_proj.bias"),
+    ({}, ("markov_head.markov_w2.weight",), "1 tensor missing: markov_head.markov_w2.weight")))
+def test_wrong_markov_heads(config, gone, says, target, tmp_path):
+    base, tensors = golden_dspark()
+    assert says in error(write(tmp_path, {**base, **config}, {k: t for k, t in tensors.items() if k not in gone}), target)
 
 
 # Errors

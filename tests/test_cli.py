@@ -128,11 +128,11 @@ def test_overrides_of_the_drafter_change_drafts_and_no_text(pair, monkeypatch, f
     ordinary = generate.Decoder.propose
     monkeypatch.setattr(generate.Decoder, "propose", lambda *args: seen.append(ordinary(*args)) or seen[-1])
     plain, = objects(pair, "--prompt", PROMPT)
-    first = seen[0]
+    first, _ = seen[0]
     seen.clear()
     o, = objects(pair, "--prompt", PROMPT, *flags)
     assert o["tokens"] == plain["tokens"]
-    assert seen[0].shape[1] == depths and not torch.equal(seen[0], first[:, :depths])
+    assert seen[0][0].shape[1] == depths and not torch.equal(seen[0][0], first[:, :depths])
 
 
 def test_prompts_together_print_what_each_prints_alone(pair):

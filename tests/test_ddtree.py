@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ddtree import build_tree, grow, chain, ranked_tokens
+from ddtree import build_tree, chain, greedy_chain, grow, ranked_tokens
 from helpers import GOLDEN
 from verify import accept
 
@@ -233,3 +233,138 @@ def test_scores_and_prefixes_of_a_tree():
         assert torch.equal(small.ancestors, tree.ancestors[:, :budget + 1, :budget + 1]) and torch.equal(few, score[:, :budget + 1])
     spined, logps = grow(marginals, root, 12, spine=True)
     assert (logps <= 0).all() and torch.equal(spined.depth.amax(1), torch.full((3,), 5))
+
+
+# Trees over conditionals
+
+def random_conditionals(seed: int, rows: int = 1) -> tuple:
+    """Marginals, a root, a budget, what every token adds to the logits after it (D, V, V), and that as `grow` takes it."""
+    g = torch.Generator().manual_seed(seed)
+    D, V = int(torch.randint(1, 5, (), generator=g)), int(torch.randint(2, 8, (), generator=g))
+    budget, spread = int(torch.randint(1, 50, (), generator=g)), float(torch.rand((), generator=g) * 3 + 0.2)
+    marginals, adds = torch.randn(rows, D, V, generator=g) * spread, torch.randn(D, V, V, generator=g) * spread
+    return marginals, torch.randint(V, (rows,), generator=g), budget, adds, from_table(adds)
+
+
+def from_table(adds: torch.Tensor):
+    def conditional(depth, before, ids):
+        return adds[depth][before].gather(-1, ids.unsqueeze(1).expand(-1, before.shape[1], -1))
+    return conditional
+
+
+def every_prefix(marginals: torch.Tensor, root: int, adds: torch.Tensor, scored: list = None) -> dict:
+    """All prefixes -> log probability, one by one. marginals (D, V). scored: the tokens of each depth that count by themselves;
+    the others keep their marginal, and are no candidates."""
+    D, V = marginals.shape
+    found, front = {}, {(): 0.0}
+    for d in range(D):
+        grown = {}
+        for prefix, score in front.items():
+            before = prefix[-1] if prefix else root
+            kept = set(range(V)) if scored is None else set(scored[d])
+            logits = marginals[d].double() + torch.tensor([adds[d, before, v].item() if v in kept else 0.0 for v in range(V)])
+            for v in kept:
+                grown[(*prefix, v)] = score + (logits[v] - logits.logsumexp(0)).item()
+        found |= grown
+        front = grown
+    return found
+
+
+def same_as_brute_force(tree, score, row: int, prefixes: dict, budget: int) -> None:
+    best = sorted(prefixes.values(), reverse=True)[:budget]
+    lines = paths(tree, row)
+    assert len(lines) == len(best) + 1
+    assert score[row, 1:].tolist() == pytest.approx([prefixes[line] for line in lines[1:]], abs=1e-4)
+    assert sorted(prefixes[line] for line in lines[1:]) == pytest.approx(sorted(best), abs=1e-4)
+
+
+@pytest.mark.parametrize("batch", range(5))
+def test_conditional_trees_equal_brute_force(batch):
+    """60 random cases: the best prefixes of all there are, in the order of their scores."""
+    for seed in range(batch * 12, batch * 12 + 12):
+        marginals, root, budget, adds, conditional = random_conditionals(seed, 2)
+        tree, score = grow(marginals, root, budget, conditional=conditional)
+        sound(tree)
+        assert (score[:, 1:-1] >= score[:, 2:]).all()
+        for row in range(2):
+            same_as_brute_force(tree, score, row, every_prefix(marginals[row], int(root[row]), adds), budget)
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 5, 8, 99])
+def test_a_cap_on_candidates_scores_the_best_by_marginal(candidates):
+    """What is not scored keeps its marginal in the norm; a cap of the whole vocabulary is none."""
+    for seed in range(10):
+        g = torch.Generator().manual_seed(seed)
+        marginals, adds, root = torch.randn(1, 3, 8, generator=g), 2 * torch.randn(3, 8, 8, generator=g), torch.tensor([seed % 8])
+        scored = [row.topk(min(candidates, 8)).indices.tolist() for row in marginals[0]]
+        tree, score = grow(marginals, root, 12, conditional=from_table(adds), candidates=candidates)
+        sound(tree)
+        same_as_brute_force(tree, score, 0, every_prefix(marginals[0], seed % 8, adds, scored), 12)
+
+
+def test_conditionals_that_add_nothing_give_the_tree_of_marginals():
+    for seed in range(30):
+        marginals, budget = random_marginals(seed)
+        marginals, root = marginals.unsqueeze(0), torch.tensor([0])
+        flat = lambda depth, before, ids: torch.zeros(1, before.shape[1], ids.shape[1])
+        plain, want = grow(marginals, root, budget)
+        for candidates in (None, 64):
+            tree, score = grow(marginals, root, budget, conditional=flat, candidates=candidates)
+            assert set(paths(tree)) == set(paths(plain)) and torch.allclose(score, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("candidates", [None, 3])
+def test_the_spine_of_conditionals_is_the_greedy_chain(candidates):
+    """One branch: every token the best after the one before. The chain, the tree of width 1 and the first nodes of a tree with a
+    spine are the same."""
+    for seed in range(40):
+        marginals, root, _, adds, conditional = random_conditionals(seed, 2)
+        D = marginals.shape[1]
+        chained = greedy_chain(marginals, root, conditional, candidates)
+        narrow = build_tree(marginals, root, D, spine=True, conditional=conditional, candidates=candidates)
+        assert all(torch.equal(a, b) for a, b in zip(chain(torch.cat((root.unsqueeze(1), chained), 1))[:4], narrow[:4]))
+        for row in range(2):
+            before, line = int(root[row]), []
+            for d in range(D):
+                best = marginals[row, d].topk(min(candidates or 99, marginals.shape[-1])).indices.sort().values
+                before = int(best[(marginals[row, d] + adds[d, before])[best].argmax()])
+                line.append(before)
+            assert chained[row].tolist() == line
+            wide = build_tree(marginals, root, D + 6, spine=True, conditional=conditional, candidates=candidates)
+            sound(wide)
+            assert tuple(line) in paths(wide, row)
+
+
+def test_the_first_nodes_of_a_conditional_tree_are_the_smaller_tree():
+    for seed in range(20):
+        marginals, root, _, adds, conditional = random_conditionals(seed, 3)
+        whole, score = grow(marginals, root, 40, conditional=conditional)
+        for budget in (1, 3, 8, 17):
+            small, few = grow(marginals, root, budget, conditional=conditional)
+            n = few.shape[1]
+            assert torch.equal(small.tokens, whole.tokens[:, :n]) and torch.equal(small.parents, whole.parents[:, :n])
+            assert torch.equal(few, score[:, :n])
+
+
+def test_a_conditional_tree_in_a_batch_equals_the_tree_alone():
+    marginals, root, _, adds, conditional = random_conditionals(7, 6)
+    whole = build_tree(marginals, root, 20, conditional=conditional)
+    for row in range(6):
+        alone = build_tree(marginals[row:row + 1], root[row:row + 1], 20, conditional=conditional)
+        assert all(torch.equal(a[row:row + 1], b) for a, b in zip(whole[:4], alone[:4]))
+
+
+def test_certain_conditionals_keep_parents_first():
+    adds = torch.full((5, 6, 6), -1e4)
+    adds[:, torch.arange(6), (torch.arange(6) + 1) % 6] = 1e4  # after v comes v + 1
+    tree = build_tree(torch.zeros(1, 5, 6), torch.tensor([2]), 9, conditional=from_table(adds))
+    sound(tree)
+    assert {(3, 4, 5, 0, 1)[:d] for d in range(6)} <= set(paths(tree))
+
+
+def test_conditional_trees_compile_to_one_graph():
+    marginals, root, _, adds, conditional = random_conditionals(11, 2)
+    for budget, spine, candidates in ((12, False, None), (12, True, 4)):
+        f = lambda m, r: grow(m, r, budget, spine, conditional=conditional, candidates=candidates)
+        (tree, score), (want, wanted) = torch.compile(f, backend="eager", fullgraph=True)(marginals, root), f(marginals, root)
+        assert all(torch.equal(a, b) for a, b in zip(tree[:4], want[:4])) and torch.equal(score, wanted)

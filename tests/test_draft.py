@@ -185,3 +185,65 @@ def test_cost_accounting_leaves_out_what_is_shared():
     assert draft.num_params() == sum(p.numel() for p in draft.parameters()) - 2 * 13 * 32
     assert draft.weight_bytes() == 8 * draft.num_params()
     assert draft.kv_bytes_per_token() == 2 * 2 * 2 * 8 * 8  # k and v, layers, heads, dims, bytes
+
+
+# The Markov head
+
+@pytest.mark.parametrize("kind", ["markov", "next gated"])
+def test_what_the_token_before_adds(kind):
+    """By hand: W2 W1[x], gated by σ(Wg [h ; e]); all tokens or some of them; and training sees what proposing sees."""
+    draft, _, length = grafted(kind, [7, 12])
+    root, before = torch.tensor([5, 9]), torch.tensor([[3, 0, 12], [1, 1, 7]])
+    marginals, conditional = draft.proposal(root, length)
+    ids = torch.tensor([[[5] + [1] * 5], [[9] + [1] * 5]])
+    x = draft.blocks(ids, length.unsqueeze(1), draft.k_cache[:, :, :40], draft.v_cache[:, :, :40])
+    hidden, w = x[:, 0, 6 - draft.depths:], dict(draft.markov_head.named_parameters())
+    for d in range(draft.depths):
+        e = w["markov_w1.weight"][before]
+        if kind == "next gated":
+            stacked = torch.cat((hidden[:, d:d + 1].expand(-1, 3, -1), e), -1)
+            e = torch.sigmoid(stacked @ w["gate_proj.weight"].T + w["gate_proj.bias"]) * e
+        want = e @ w["markov_w2.weight"].T
+        close(conditional(d, before), want, 1e-12)
+        few = torch.tensor([[2, 8], [12, 0]])
+        close(conditional(d, before, few), want.gather(-1, few.unsqueeze(1).expand(-1, 3, -1)), 1e-12)
+    close(marginals, draft.lm_head(hidden), 1e-12)
+    text = torch.randint(13, (2, 1, draft.depths), generator=torch.Generator().manual_seed(1))
+    told = torch.stack([marginals[:, d] + conditional(d, text[:, 0, d:d + 1])[:, 0] for d in range(draft.depths)], 1)
+    close(draft.logits(x, text)[:, 0], told, 1e-11)
+    close(draft.logits(x)[:, 0], marginals, 1e-11)
+
+
+def test_a_fresh_head_adds_nothing_and_learns():
+    """A drafter given a new head drafts what it drafted; its first gradient reaches the head."""
+    for kind in ("vanilla", "gated"):
+        draft = tiny.drafter(tiny.target(), markov_rank=4, markov_head_type=kind).requires_grad_(True)
+        draft.init_head(torch.Generator().manual_seed(0))
+        added = draft.markov_head(torch.tensor([[1, 2]]), torch.randn(1, 1, 32).double())
+        assert not added.any()
+        added[0, 0, 3].backward()
+        assert draft.markov_head.markov_w2.weight.grad.any() and draft.markov_head.markov_w1.weight.grad is not None
+
+
+@pytest.mark.parametrize("where", ["dflash_config", "dspark_config", None])
+def test_keys_of_the_markov_head(where):
+    base, head = {**tiny.DRAFT, "vocab_size": 13, "hidden_size": 32}, {"markov_rank": 4, "markov_head_type": "gated"}
+    c = DraftConfig.from_dict({**base, **({where: head} if where else head)})
+    assert (c.markov_rank, c.markov_type) == (4, "gated")
+    assert DraftConfig.from_dict(base).markov_rank == DraftConfig.from_dict({**base, "markov_rank": None}).markov_rank == 0
+    assert DraftConfig.from_dict({**base, "markov_rank": 4}).markov_type == "vanilla"
+
+
+@pytest.mark.parametrize("kind, says", [("rnn", "rnn is not supported: its state depends on the whole path"), ("fir", "must be vanilla or gated, got 'fir'")])
+def test_other_markov_heads_are_refused_by_name(kind, says):
+    with pytest.raises(ValueError, match=says):
+        DraftConfig.from_dict({**tiny.DRAFT, "vocab_size": 13, "hidden_size": 32, "markov_rank": 4, "markov_head_type": kind})
+
+
+def test_a_deepspec_config():
+    """Top-level keys, no sliding layers, block 7 with the `next` slots."""
+    d = {**tiny.DRAFT, "vocab_size": 13, "hidden_size": 32, "architectures": ["Qwen3DSparkModel"], "block_size": 7, "num_anchors": 512,
+         "layer_types": ["full_attention"] * 2, "enable_confidence_head": True, "confidence_head_with_markov": True, "markov_rank": 256,
+         "markov_head_type": "vanilla", "tie_word_embeddings": False}
+    c = DraftConfig.from_dict(d)
+    assert (c.slots, c.block, c.taps, c.mask_id, c.markov_rank, c.windows, c.causal) == ("next", 7, (0, 1), 1, 256, (0, 0), (False, False))

@@ -149,3 +149,11 @@ def test_other_quantization_and_pairs_are_refused():
             memory_plan({**CONFIGS["deepseek_v2_lite"], "quantization_config": given})
     with pytest.raises(UserError, match="hidden size is 7168, the target's 2048"):
         memory_plan(CONFIGS["deepseek_v2_lite"], DRAFT)
+
+
+def test_a_markov_head_is_on_every_device():
+    """2 x V x r values on one device and on eight, beside a drafter that is divided."""
+    def drafter(tp, **head):
+        return memory_plan(CONFIGS["kimi_k26"], {**DRAFT, **head}, tp=tp)["drafter"]
+    for tp in (1, 8):
+        assert drafter(tp, markov_rank=256) - drafter(tp) == 2 * 163840 * 256 * 2

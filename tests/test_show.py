@@ -126,11 +126,26 @@ def test_node_probabilities():
             assert p[b, i].item() == pytest.approx(softmax[b, tree.depth[b, i] - 1, tree.tokens[b, i]].item(), rel=1e-5)
 
 
+def test_node_probabilities_with_conditionals():
+    """And there: the softmax of the marginal and what the parent's token adds."""
+    g = torch.Generator().manual_seed(0)
+    marginals, table = torch.randn(2, 3, 9, generator=g), torch.randn(3, 9, 9, generator=g)
+    def conditional(depth, before, ids=None):
+        added = table[depth][before]
+        return added if ids is None else added.gather(-1, ids.unsqueeze(1).expand(-1, before.shape[1], -1))
+    tree = build_tree(marginals, torch.tensor([1, 2]), 12, conditional=conditional)
+    p = node_probabilities(tree, marginals, conditional)
+    for b in range(2):
+        for i in range(1, 13):
+            d, token, before = tree.depth[b, i] - 1, tree.tokens[b, i], tree.tokens[b, tree.parents[b, i]]
+            assert p[b, i].item() == pytest.approx((marginals[b, d] + table[d, before]).softmax(-1)[token].item(), rel=1e-5)
+
+
 def test_draw_tree():
     """Two branches and a leaf: one line each, probabilities of the step and of the path, ticks where accepted."""
     marginals = torch.tensor([[[.6, .3, .1], [.1, .1, .8]]]).log()
     tree = build_tree(marginals, torch.tensor([2]), 4)
-    drawn = draw_tree(tree, marginals, [0, 1, 2], [0, 2, 1], lambda t: "abc"[t])
+    drawn = draw_tree(tree, node_probabilities(tree, marginals), [0, 1, 2], [0, 2, 1], lambda t: "abc"[t])
     assert drawn.splitlines() == [
         "'c'  root",
         "├─ 'a'  0.60  path 0.600  ✓",
@@ -138,18 +153,18 @@ def test_draw_tree():
         "└─ 'b'  0.30  path 0.300",
         "   └─ 'c'  0.80  path 0.240",
         "4 nodes drafted, 2 accepted, then the target's own 'b': 3 tokens in this round"]
-    colored = draw_tree(tree, marginals, [0, 1, 2], [0, 2, 1], lambda t: "abc"[t], color=True)
+    colored = draw_tree(tree, node_probabilities(tree, marginals), [0, 1, 2], [0, 2, 1], lambda t: "abc"[t], color=True)
     assert colored.count(DRAFTED) == 2 and colored.count(RESET) == 3
 
 
 def test_draw_a_chain():
     marginals = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(0))
     tree = chain(torch.cat((torch.tensor([[4]]), marginals.argmax(-1)), 1))
-    assert len(draw_tree(tree, marginals, [0], [3], str).splitlines()) == 5
+    assert len(draw_tree(tree, node_probabilities(tree, marginals), [0], [3], str).splitlines()) == 5
 
 
 def test_every_node_is_drawn_once():
     marginals = torch.randn(1, 5, 30, generator=torch.Generator().manual_seed(1))
     tree = build_tree(marginals, torch.tensor([0]), 64)
-    drawn = draw_tree(tree, marginals, [0], [7], lambda t: f"<{t}>").splitlines()
+    drawn = draw_tree(tree, node_probabilities(tree, marginals), [0], [7], lambda t: f"<{t}>").splitlines()
     assert sorted(line.split("'")[1] for line in drawn[:-1]) == sorted(f"<{t}>" for t in tree.tokens[0].tolist())

@@ -24,12 +24,14 @@ DRAFT = {
     "head_dim": 8, "intermediate_size": 48, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "block_size": 6,
     "target_layer_ids": [0, 1], "mask_token_id": 1}
 
-KINDS = {  # every way a drafter may see its block, and both slot conventions
+KINDS = {  # every way a drafter may see its block, both slot conventions, and Markov heads
     "full": {},
     "sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
     "bidirectional": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "is_causal": False},
     "next": {"shift_label": True},
-    "next sliding": {"architectures": ["Qwen3DSparkModel"], "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}}
+    "next sliding": {"architectures": ["Qwen3DSparkModel"], "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    "markov": {"markov_rank": 4},
+    "next gated": {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "markov_head_type": "gated"}}
 
 
 @lru_cache(None)
@@ -68,8 +70,8 @@ class Informed(Drafter):
     def tell(self, texts: list) -> None:
         self.known = {(p, t[p]): t[p + 1:p + 1 + self.depths] for t in texts for p in range(len(t))}
 
-    def propose(self, root, length, span=None):
-        logits = super().propose(root, length, span)
+    def proposal(self, root, length, span=None):
+        logits, conditional = super().proposal(root, length, span)
         for row, key in enumerate(zip(length.tolist(), root.tolist())):
             for d, token in enumerate(self.known.get(key, ())):
                 p = key[0] + d + 1
@@ -79,7 +81,7 @@ class Informed(Drafter):
                 if self.forgets and p % 4 == 0:
                     logits[row, d, (token + 1) % logits.shape[-1]] = top + 9
                 logits[row, d, token] = top + 8
-        return logits
+        return logits, conditional
 
 
 def drafter(target: Transformer, kind: str = "full", seed: int = 0, **changes) -> Informed:
