@@ -44,6 +44,7 @@ from ddtree import CANDIDATES, build_tree
 from generate import BUNDLED, DTYPES, check_device, generate, load
 from model import chain
 from serve import MODES, need, prefill, span_for
+from show import exit_code
 from verify import Decoder, Plan
 
 PROMPTS = Path(__file__).parent / "bench" / "prompts.jsonl"
@@ -331,14 +332,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Optional[list] = None) -> int:
     """Exit codes: 0; 1 where modes disagree in fp32 or fp64; 2 with one line on stderr where the user can mend it; 130 on Ctrl-C."""
-    try:
-        return run(parse_arguments(argv))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(parse_arguments(argv)), "--concurrency, --tokens, --contexts or --budgets")
 
 
 if __name__ == "__main__":

@@ -145,11 +145,15 @@ def read_messages(path: Path) -> list:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except (ValueError, RecursionError) as e:
         raise UserError(f"{path} is not JSON: {e}") from None
-    messages = messages.get("messages") if isinstance(messages, dict) else messages
+    return check_messages(messages.get("messages") if isinstance(messages, dict) else messages, str(path))
+
+
+def check_messages(messages, what: str) -> list:
+    """The messages, or a UserError about `what` holds them."""
     if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
-        raise UserError(f"{path} holds half a surrogate pair, which is no text")
+        raise UserError(f"{what} holds half a surrogate pair, which is no text")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages):
-        raise UserError(f'{path} must hold a list of messages, [{{"role": "user", "content": "…"}}, …]')
+        raise UserError(f'{what} must hold a list of messages, [{{"role": "user", "content": "…"}}, …]')
     return messages
 
 

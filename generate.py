@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Iterator, Optional, Union
 
@@ -23,9 +24,10 @@ from checkpoint import WANTED, UserError, open_draft, open_target, parse_config,
 from draft import Drafter
 from model import Config, Transformer
 from plan import check_fits, memory_plan, table
-from serve import (CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill, record,
-                   serve)
-from show import DIM, RESET, Screen, draw_tree, node_probabilities, summary
+from prompts import open_file, serve_file
+from serve import (BATCH, CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill,
+                   record, serve)
+from show import DIM, RESET, Screen, draw_tree, exit_code, node_probabilities, summary
 from verify import Decoder, Plan
 
 BUNDLED = "checkpoints/tiny/target"
@@ -44,14 +46,20 @@ def locate(model: str, draft: str, wanted: tuple = WANTED) -> tuple:
 
 
 def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.float32,
-         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None,
-         checked: Callable = lambda draft: None) -> tuple:
+         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None) -> tuple:
     """A folder or hub id -> target, drafter (or None), tokenizer.
 
     draft: a folder or hub id, "none", or "auto": the folder `draft` beside the target's, None where there is none.
-    block, draft_window, attention_factor: see Drafter.adapt. checked(drafter or None) is called when both folders have been
-    found sound and no weight is read yet. UserError on whatever does not fit."""
+    block, draft_window, attention_factor: see Drafter.adapt. UserError on whatever does not fit."""
     folder, draft_folder = locate(model, draft)
+    tokenizer = load_tokenizer(folder)
+    return *load_models(folder, draft_folder, device, dtype, block, draft_window, attention_factor), tokenizer
+
+
+def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: torch.dtype, block: Optional[int], draft_window: Optional[int],
+                attention_factor: Optional[float], checked: Callable = lambda draft: None) -> tuple:
+    """`load` from folders, without the tokenizer. checked(drafter or None) is called when both folders have been found sound and
+    no weight is read yet."""
     config, read_target = open_target(folder, dtype)
     drafter, read_draft = open_draft(draft_folder, config, dtype) if draft_folder else (None, None)
     try:
@@ -61,7 +69,7 @@ def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: 
         raise UserError(str(e)) from None
     checked(drafter)
     target = read_target(device)
-    return target, drafter and read_draft(target, device), load_tokenizer(folder)
+    return target, drafter and read_draft(target, device)
 
 
 def generate(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
@@ -107,6 +115,9 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     parser = Parser(description="Speculative decoding with DFlash drafts and DDTree trees on sparse MLA models.")
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="what to continue; repeat it for a batch; - reads stdin")
+    add("--prompts", type=Path, metavar="FILE.jsonl", help='a file of {"id", "prompt" or "messages"} lines, served --batch at a time; a line may hold'
+        ' max_new_tokens, temperature, top_p, top_k, seed and stop of its own')
+    add("--out", type=Path, metavar="FILE.jsonl", help="--prompts: where results go; what is there already is not done again (default: stdout)")
     add("--model", default=BUNDLED, metavar="PATH|ID", help="the target: a folder or a hub id (default: the bundled one)")
     add("--draft", default="auto", metavar="PATH|ID", help="the drafter; none for plain decode; default auto: the folder draft beside the target's")
     add("--mode", choices=MODES, help="how to decode (default ddtree; ar where there is no drafter)")
@@ -126,7 +137,7 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--attention-factor", type=float, metavar="X", help="the drafter's rope amplitude, where its config's is not meant")
     add("--plan", action="store_true", help="print the memory plan from the configs alone, and stop")
     add("--context", type=int, metavar="N", help="--plan: tokens per sequence (default 4096, or what the model holds)")
-    add("--batch", type=int, default=1, metavar="N", help="--plan: sequences at once")
+    add("--batch", type=int, metavar="N", help="--prompts: how many are decoded at once (default 16); --plan: sequences at once (default 1)")
     add("--tp", type=int, default=1, metavar="N", help="--plan: devices that share the weights")
     add("--device", default="cpu")
     add("--dtype", choices=tuple(DTYPES), help="default float32 on the CPU, bfloat16 elsewhere")
@@ -146,7 +157,7 @@ def print_plan(args: argparse.Namespace) -> None:
     config, draft = read_config(folder), draft_folder and read_config(draft_folder)
     need(1 <= args.budget <= 4096, f"budget must be between 1 and 4096, got {args.budget}")
     context = args.context if args.context is not None else min(4096, parse_config(Config, config, folder / "config.json").max_positions)
-    print(table(memory_plan(config, draft, context, args.batch, args.tp, args.budget, CHUNK, DTYPES[args.dtype]), args.tp))
+    print(table(memory_plan(config, draft, context, 1 if args.batch is None else args.batch, args.tp, args.budget, CHUNK, DTYPES[args.dtype]), args.tp))
 
 
 def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
@@ -160,22 +171,44 @@ def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
           f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there", file=sys.stderr)
 
 
-def check_last(args: argparse.Namespace, draft: Optional[Drafter], prompts: list, config: Config, context: int) -> None:
+def check_last(args: argparse.Namespace, draft: Optional[Drafter], requests: list, slots: int, config: Config) -> None:
     """What only the drafter's config decides, then memory: nothing is read before."""
     check_pair_for(args.mode or ("ar" if draft is None else "ddtree"), args.budget, args.spine, draft)
-    room = config.max_positions - len(prompts[0]) - 1
+    room = config.max_positions - len(requests[0].tokens) - 1
     need(args.tree is None or args.tree <= room, f"the context ends before round {args.tree}; ask for one up to {room}")
-    check_memory(args, context, len(prompts))
+    check_memory(args, min(max(len(r.tokens) + r.max_new_tokens for r in requests), config.max_positions), slots)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """UserError on flags that do not go together: none is ignored in silence."""
+    def apart(name, others, why):
+        given = [f"--{other.replace('_', '-')}" for other in others if getattr(args, other)]
+        need(not given, f"{name} {why}; leave {', '.join(given)} out")
+    need(args.context is None and args.tp == 1, "--context and --tp are questions to --plan; add it, or leave them out")
+    need(args.batch is None or args.prompts is not None, "--batch goes with --prompts or --plan; add one, or leave it out (all of --prompt are one batch)")
+    need(args.batch is None or args.batch >= 1, f"batch must be at least 1, got {args.batch}")
+    need(args.out is None or args.prompts is not None, "--out takes the results of --prompts; add it, or redirect stdout")
+    need(all(args.stop), "a stop text must not be empty")
+    if args.prompts is not None:
+        apart("--prompts", ("prompt", "messages", "tree", "check", "color"), "serves a file")
+    if args.tree is not None:
+        apart("--tree", ("check", "json"), "draws a round and stops")
+    if args.json:
+        apart("--json", ("color",), "prints no colours")
 
 
 def read_chats(args: argparse.Namespace) -> list:
     """What is to be continued: texts (str), and chats (lists of messages)."""
     texts = read_prompts(args.prompt) if args.prompt or not args.messages else []
-    if args.chat or args.system:
-        check_utf8(args.system or "", "the system message")
-        system = [{"role": "system", "content": args.system}] if args.system else []
-        texts = [[*system, {"role": "user", "content": t}] for t in texts]
-    return texts + [read_messages(Path(f)) for f in args.messages]
+    return [as_chat(args, t) for t in texts] + [read_messages(Path(f)) for f in args.messages]
+
+
+def as_chat(args: argparse.Namespace, text: str) -> Union[str, list]:
+    """A prompt's text, or, where --chat or --system say so, the chat whose turn it is."""
+    if not (args.chat or args.system):
+        return text
+    check_utf8(args.system or "", "the system message")
+    return [*([{"role": "system", "content": args.system}] if args.system else []), {"role": "user", "content": text}]
 
 
 def read_prompts(texts: Optional[list]) -> list:
@@ -233,37 +266,45 @@ def run(args: argparse.Namespace) -> int:
     if args.plan:
         print_plan(args)
         return 0
-    need(args.context is None and args.batch == args.tp == 1, "--context, --batch and --tp are questions to --plan; add it, or leave them out")
-    need(all(args.stop), "a stop text must not be empty")
-    texts, (folder, draft_folder) = read_chats(args), locate(args.model, args.draft)
+    check_flags(args)
+    texts, (folder, draft_folder) = read_chats(args) if args.prompts is None else [], locate(args.model, args.draft)
     need(args.mode in (None, "ar") or draft_folder is not None, f"mode {args.mode} needs a drafter and there is none; pass --draft, or use --mode ar")
     if args.tree is not None and (args.mode == "ar" or draft_folder is None or args.tree < 1):
         raise UserError(f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {'ar' if draft_folder is None else args.mode or 'ddtree'}")
     check_device(args.device)
-    tokenizer = load_tokenizer(folder)
-    prompts = [encode(tokenizer, t) if isinstance(t, str) else encode_chat(tokenizer, folder, t) for t in texts]
-    config = parse_config(Config, read_config(folder), folder / "config.json")
+    tokenizer, config = load_tokenizer(folder), parse_config(Config, read_config(folder), folder / "config.json")
+    def encoded(text: Union[str, list]) -> list:
+        return encode(tokenizer, text) if isinstance(text, str) else encode_chat(tokenizer, folder, text)
     # whatever can be known to fail is said before weights are read
-    check_settings(args.mode or "ddtree", args.budget, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, len(prompts))
+    check_settings(args.mode or "ddtree", args.budget, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, 1)
+    default = Request([], args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed)
+    file = args.prompts and open_file(args.prompts, args.out, lambda text: encoded(as_chat(args, text) if isinstance(text, str) else text), default,
+                                      tuple(args.stop), config)
+    if file and not file.tasks:
+        return file.close()
+    requests = [t.request for t in file.tasks] if file else [replace(default, tokens=encoded(t)) for t in texts]
+    prompts, slots = [r.tokens for r in requests], min((args.batch or BATCH) if file else len(requests), len(requests))
     check_prompts(prompts, config.max_positions, config.vocab_size)
-    context = min(max(map(len, prompts)) + args.max_new_tokens, config.max_positions)
-    target, draft, tokenizer = load(args.model, args.draft, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
-                                    checked=lambda draft: check_last(args, draft, prompts, config, context))
+    target, draft = load_models(folder, draft_folder, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
+                                checked=lambda draft: check_last(args, draft, requests, slots, config))
     if args.mode is None:
         args.mode = "ddtree" if draft is not None else "ar"
         if draft is None and args.draft != "none":
             print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)
     stops = read_stop_ids(folder, target.config, tokenizer)
+    def progress(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    if file:
+        decoder, plan = open_batch(target, draft, requests, slots, args.mode, args.budget, args.spine, args.compile)
+        return serve_file(file, decoder, plan, tokenizer, stops, progress)
     settings = dict(budget=args.budget, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
                     top_k=args.top_k, seed=args.seed, stop_ids=stops, spine=args.spine, compile=args.compile)
     if args.tree is not None:
         print(draw_round(target, draft, tokenizer, prompts[0], args.tree, args))
         return 0
     live = len(prompts) == 1 and not args.json
-    def progress(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
     screen, results, began = Screen(tokenizer, len(prompts), tuple(args.stop), live, args.color), [Result() for _ in prompts], time.perf_counter()
     interrupted = False
     try:
@@ -305,28 +346,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Optional[list] = None) -> int:
     """Exit codes: 0; 1 where --check fails; 2 with one line on stderr where the user can mend it; 130 on Ctrl-C."""
-    try:
-        return run(parse_arguments(argv))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader of our output left, as in `… | head`
-        sys.stderr.close()
-        return 0
-    except OSError as e:
-        print(f"error: {e.strerror or e} while reading or writing", file=sys.stderr)
-        return 2
-    except RecursionError:
-        print("error: the messages are nested too deeply; a content is text, or a list of parts", file=sys.stderr)
-        return 2
-    except Exception as e:
-        if not type(e).__module__.startswith(("torch._inductor", "torch._dynamo")):
-            raise
-        print(f"error: compilation failed ({' '.join(str(e).split())[:150]}); it needs a C++ compiler; or leave --compile out", file=sys.stderr)
-        return 2
+    return exit_code(lambda: run(parse_arguments(argv)), "--batch, --max-new-tokens or --budget, or take a smaller --dtype; --plan counts bytes")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from verify import Decoder, Plan
 
 MODES = ("ar", "dflash", "ddtree")
 SPINE = False   # the default tree: see the README's table of the two shapes
+BATCH = 16      # slots for a file of prompts
 CHUNK = 256     # prompt tokens of a row per prefill forward, and of all rows together while most slots decode
 
 
@@ -78,14 +79,22 @@ class State(NamedTuple):
 
 @dataclass
 class Usage:
-    """How many slots the rounds found occupied by a row that decodes."""
+    """What `serve` has done so far."""
     slots: int = 0
     rounds: int = 0
-    rows: int = 0
+    rows: int = 0               # that decoded, over all rounds
+    tokens: int = 0             # emitted
+    first: int = 0              # those of them that came with a prefill
 
     @property
     def busy(self) -> float:
+        """The share of slots that a round found decoding."""
         return self.rows / (self.rounds * self.slots) if self.rounds else 0.0
+
+    @property
+    def per_round(self) -> float:
+        """Tokens a row emits in a round."""
+        return (self.tokens - self.first) / self.rows if self.rows else 0.0
 
 
 def record(result: Result, e: Event, seconds: float) -> None:
@@ -123,7 +132,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     the plan and the requests so far: asking each round for less would cost a graph.) stop_ids end a text and are not emitted.
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
     of prompts read while nothing decodes."""
-    B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), usage or Usage()
+    B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), Usage() if usage is None else usage
     queue, rows, resting, state = enumerate(requests), [None] * B, set(), State(0, 0, None, [], 0.0)
     usage.slots = B
 
@@ -145,6 +154,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             finish = "length"
         if finish:
             leave(slot, finish)
+        usage.tokens, usage.first = usage.tokens + len(tokens), usage.first + (len(tokens) if prefill else 0)
         return Event(row.number, tokens, min(drafts, len(tokens)), finish, prefill)
 
     while True:
@@ -264,10 +274,14 @@ def check_prompts(prompts: list, context: int, vocab: int) -> None:
     """UserError on the first prompt that cannot be served."""
     need(len(prompts) > 0, "there is no prompt; pass --prompt")
     for i, p in enumerate(prompts):
-        need(len(p) > 0, f"prompt {i} is empty; give it at least one token")
-        need(len(p) < context, f"prompt {i} has {len(p)} tokens and the context holds {context}; shorten it to at most {context - 1}")
-        bad = next((t for t in p if not 0 <= t < vocab), None)
-        need(bad is None, f"prompt {i} holds the token id {bad}; the vocabulary has ids 0 to {vocab - 1}")
+        check_prompt(p, f"prompt {i}", context, vocab)
+
+
+def check_prompt(tokens: list, what: str, context: int, vocab: int) -> None:
+    need(len(tokens) > 0, f"{what} is empty; give it at least one token")
+    need(len(tokens) < context, f"{what} has {len(tokens)} tokens and the context holds {context}; shorten it to at most {context - 1}")
+    bad = next((t for t in tokens if not 0 <= t < vocab), None)
+    need(bad is None, f"{what} holds the token id {bad}; the vocabulary has ids 0 to {vocab - 1}")
 
 
 def check_pair_for(mode: str, budget: int, spine: bool, draft: Optional[Drafter]) -> None:

@@ -1,9 +1,11 @@
 """What the command line shows: text as it becomes complete, a line of figures, the tree of a round drawn as text."""
+import sys
 from typing import Callable, Optional
 
 import torch
 from torch import Tensor
 
+from checkpoint import UserError
 from model import Tree
 
 DRAFTED, OWN, DIM, RESET = "\033[32m", "\033[1;33m", "\033[2m", "\033[0m"
@@ -119,3 +121,35 @@ def draw_tree(tree: Tree, probabilities: Tensor, path: list, emitted: list, deco
     lines.append(f"{len(tokens) - 1} nodes drafted, {len(path) - 1} accepted, then the target's own {OWN + own + RESET if color else own}: "
                  f"{len(emitted)} tokens in this round")
     return "\n".join(lines)
+
+
+NO_MEMORY = ("not enough memory", "can't allocate memory")  # how torch words it on the CPU, in an ordinary RuntimeError
+
+
+def exit_code(run: Callable[[], int], lower: str, interrupted: str = "interrupted") -> int:
+    """run(), a command line's program. Where it fails by what the user can mend: one line on stderr, and 2; 130 on Ctrl-C.
+    lower: what takes less memory."""
+    try:
+        return run()
+    except UserError as e:
+        line = str(e)
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as in `… | head`
+        sys.stderr.close()
+        return 0
+    except OSError as e:
+        line = f"{e.strerror or e} while reading or writing"
+    except RecursionError:
+        line = "the messages are nested too deeply; a content is text, or a list of parts"
+    except Exception as e:
+        what = " ".join(str(e).split())[:150]
+        if isinstance(e, (MemoryError, torch.OutOfMemoryError)) or isinstance(e, RuntimeError) and any(words in str(e) for words in NO_MEMORY):
+            line = f"out of memory ({what or 'Python could not allocate'}); lower {lower}"
+        elif type(e).__module__.startswith(("torch._inductor", "torch._dynamo")):
+            line = f"compilation failed ({what}); it needs a C++ compiler; or leave --compile out"
+        else:
+            raise
+    print(f"error: {line}", file=sys.stderr)
+    return 2

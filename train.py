@@ -31,6 +31,7 @@ from ddtree import build_tree
 from draft import DraftConfig, Drafter
 from generate import generate
 from model import Config, Router, Transformer
+from show import exit_code
 
 END, MASK = "<|endoftext|>", "<|mask|>"
 SAVE_SECONDS = 120  # between resumable states
@@ -412,15 +413,8 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--compile", action="store_true", help="compile the step: slow to start, then faster")
     args = parser.parse_args()
-    try:
-        {"target": train_target, "data": write_data, "draft": train_draft}[args.step](args)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the last saved state", file=sys.stderr)
-        return 130
-    return 0
+    step = {"target": train_target, "data": write_data, "draft": train_draft}[args.step]
+    return exit_code(lambda: step(args) or 0, "--tokens or --anchors", "\ninterrupted; the same command goes on from the last saved state")
 
 
 if __name__ == "__main__":
