@@ -310,8 +310,8 @@ def test_past_the_drafters_context_a_row_decodes_plainly_and_the_others_go_on(mo
     target, prompts = tiny.golden("moonlight"), tiny.prompts(256, 3, 30, 38)
     plain = generate.generate(target, None, prompts, "ar", max_new_tokens=40)
     draft, asked = informed(target, "full", prompts, plain, forgets=False, max_position_embeddings=40), []
-    ordinary = draft.propose
-    draft.propose = lambda root, length, span: asked.append(length.tolist()) or ordinary(root, length, span)
+    ordinary = draft.proposal
+    draft.proposal = lambda root, length, span: asked.append(length.tolist()) or ordinary(root, length, span)
     results = decode(target, draft, prompts, mode, max_new_tokens=40)
     assert texts(results) == texts(plain) and all(r.finish == "length" for r in results)
     for p, r in zip(prompts, results):
