@@ -515,7 +515,7 @@ def save_target(model: Transformer, config: dict, folder: Path, dtype: torch.dty
     save(slots, config, folder, dtype, lambda name: name if name == "lm_head.weight" else f"model.{name}", shard_bytes)
 
 
-def save_draft(draft: Drafter, config: dict, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """What is the drafter's own; embedding and head are the target's."""
-    slots = [s for s in layout(draft) if s.name not in ("embed_tokens.weight", "lm_head.weight")]
+def save_draft(draft: Drafter, config: dict, folder: Path, dtype: torch.dtype = torch.bfloat16, own: tuple = ()) -> None:
+    """What is the drafter's own; embedding and head are the target's, unless `own` names them."""
+    slots = [s for s in layout(draft) if s.name in own or s.name not in ("embed_tokens.weight", "lm_head.weight")]
     save(slots, config, folder, dtype, lambda name: name)

@@ -13,7 +13,7 @@ K candidates.
 """
 import math
 from dataclasses import dataclass, replace
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F

@@ -1,145 +1,126 @@
-"""Trains the bundled pair from nothing but the text every machine has: the standard library of the running interpreter.
+"""Trains a DFlash drafter, with or without DSpark's Markov head, for any target that loads here.
 
-    python train.py target      tokenizer and target, on the library's source (held-out files set aside by a fixed rule)
-    python train.py data        the target writes its own continuations, greedy and sampled
-    python train.py draft       the DFlash drafter, on what the target wrote and on the target's own distributions
+    python train.py draft --target DIR|ID --data prompts.jsonl --out DIR
+    torchrun --nproc-per-node 8 train.py draft …          data-parallel: every rank holds the whole target
 
-Each step resumes where it stopped, exactly. Work files go to --work (default out/), results to --out (checkpoints/tiny).
-On small machines page faults dominate the allocator: MALLOC_MMAP_THRESHOLD_=2000000000
+1. The target writes a response to every prompt, a shard at a time; what is written is never written again.
+2. The drafter learns to say, from the target's hidden states before a position, the block that follows. The states are
+   recomputed as they are needed, so nothing but text is stored; the target stays frozen, quantized or not.
+
+A line of --data is {"prompt": TEXT}, {"messages": [{"role": …, "content": …}, …]} (an assistant's last turn is left out: the target
+writes its own) or {"tokens": [ids]}. Where it has a "response" (text, or ids), that is taken instead of the target's.
+
+Work files go to --work: responses/, state.pt (written every --save-every seconds, and --resume goes on from it, exactly) and
+curve.jsonl: the loss, and the tokens per round that the engine itself reaches on held-out prompts while training. The defaults are
+those of the bundled drafter. On small machines page faults dominate the allocator: MALLOC_MMAP_THRESHOLD_=2000000000
 MALLOC_TRIM_THRESHOLD_=8000000000 MALLOC_TOP_PAD_=500000000 in the environment make training several times faster.
 
-Shapes: B sequences, T tokens per sequence, V vocabulary, E experts.
+Shapes: B sequences, T tokens per sequence, M blocks (anchors) per sequence, b slots, D drafted depths, V vocabulary, h hidden size,
+n taps.
 """
 import argparse
 import json
+import math
 import os
 import sys
-import sysconfig
 import time
 import warnings
-import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Optional
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from checkpoint import UserError, load_target, save_draft, save_target
-from ddtree import build_tree
+from chat import load_tokenizer, stop_ids
+from checkpoint import UserError, check_pair, few, load_draft, load_target, parse_config, read_config, resolve, save_draft
+from corpus import SHARD, Ranks, bar, draw_batch, join_ranks, progress, read_documents, read_prompts, save_atomically, write_responses
 from draft import DraftConfig, Drafter
-from generate import generate
-from model import Config, Router, Transformer
+from generate import BUNDLED, DTYPES, Parser, check_device, generate, locate
+from model import Config, Transformer, chain, upcast
 from show import exit_code
 
-END, MASK = "<|endoftext|>", "<|mask|>"
-SAVE_SECONDS = 120  # between resumable states
-
-TARGET = {  # a genuine DeepSeek-V3 in small: deep and narrow, so that a drafter is as cheap beside it as in real life
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_act": "silu", "attention_bias": False,
-    "vocab_size": 1024, "hidden_size": 192, "num_hidden_layers": 10, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "qk_head_dim": 48, "head_dim": 16,
-    "v_head_dim": 48, "intermediate_size": 512, "moe_intermediate_size": 96, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    "norm_topk_prob": True, "routed_scaling_factor": 2.0, "first_k_dense_replace": 1, "moe_layer_freq": 1,
-    "num_nextn_predict_layers": 0, "rope_theta": 10000.0, "rope_scaling": None, "rope_interleave": True,
-    "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
-    "initializer_range": 0.02, "torch_dtype": "bfloat16"}
+MASK = "<|mask|>"  # the token that stands for what is to be drafted, where the vocabulary has one of this name
+LOG_EVERY = 10     # steps between lines of the curve
 
 
-def progress(text: str, end: bool = False) -> None:
-    """One line on stderr, rewritten in place on a terminal."""
-    tty = sys.stderr.isatty()
-    print(("\r\033[K" if tty else "") + text, end="\n" if end or not tty else "", file=sys.stderr, flush=True)
+# The losses
 
-
-def save_atomically(state: dict, path: Path) -> None:
-    torch.save(state, f"{path}.part")
-    os.replace(f"{path}.part", path)
-
-
-# The text
-
-def library_files() -> tuple:
-    """(training, held-out) lists of the interpreter's library files, tests included. A file is held out when the CRC of
-    its path within the library divides by 20."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(p for p in root.rglob("*.py") if "site-packages" not in p.parts)
-    held = [p for p in files if zlib.crc32(p.relative_to(root).as_posix().encode()) % 20 == 0]
-    return [p for p in files if p not in set(held)], held
-
-
-def read_texts(files: list) -> list:
-    texts = []
-    for p in files:
-        try:
-            texts.append(p.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:  # the library's tests hold files broken on purpose
-            continue
-    return texts
-
-
-def train_tokenizer(texts: list, vocab_size: int):
-    """Byte-level BPE; ids 0 and 1 are the end of text and the drafter's mask."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END, MASK], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    return tokenizer
-
-
-def prepare_text(work: Path, vocab_size: int) -> tuple:
-    """The tokenizer and the token streams (training, held-out), int16, documents separated by END; cached in `work`."""
-    from tokenizers import Tokenizer
-    path, streams = work / "tokenizer.json", work / "text.pt"
-    if not path.exists() or not streams.exists():
-        progress("reading the standard library and training the tokenizer …")
-        texts = [read_texts(files) for files in library_files()]
-        tokenizer = train_tokenizer(texts[0], vocab_size)
-        encoded = [[torch.tensor(e.ids + [0], dtype=torch.int16) for e in tokenizer.encode_batch(t)] for t in texts]
-        tokenizer.save(str(path))
-        save_atomically({"train": torch.cat(encoded[0]), "held_out": torch.cat(encoded[1])}, streams)
-    data = torch.load(streams)
-    return Tokenizer.from_file(str(path)), data["train"], data["held_out"]
-
-
-def windows(stream: Tensor, count: int, length: int, seed: int) -> Tensor:
-    """`count` random windows (count, length) of a token stream; a pure function of the seed, so that resuming is exact."""
-    starts = torch.randint(len(stream) - length, (count, 1), generator=torch.Generator().manual_seed(seed))
-    return stream[starts + torch.arange(length)].long()
-
-
-# The target
-
-class CountingRouter(Router):
-    """A router that counts the tokens each expert got, for the balance of DeepSeek-V3 (arXiv 2412.19437, 2.1.2)."""
-
-    def forward(self, x: Tensor) -> tuple:
-        weights, ids = super().forward(x)
-        self.load += F.one_hot(ids, self.c.num_experts).sum((0, 1))
-        return weights, ids
-
-
-def count_loads(model: Transformer) -> list:
-    routers = [m for m in model.modules() if isinstance(m, Router)]
-    for r in routers:
-        r.__class__ = CountingRouter
-        r.register_buffer("load", torch.zeros(r.c.num_experts), persistent=False)
-    return routers
+GAMMA, ALPHA = 4.0, 0.5  # how fast depths lose weight; how far D-PACE smooths the drafter's confidence
 
 
 @torch.no_grad()
-def balance(routers: list, speed: float) -> float:
-    """Moves each expert's bias by ±speed towards an even load; returns the worst overload (1 = even)."""
-    worst = max(float(r.load.max() / r.load.mean()) for r in routers)
-    for r in routers:
-        r.e_score_correction_bias += speed * (r.load.mean() - r.load).sign()
-        r.load.zero_()
-    return worst
+def read_target(target: Transformer, ids: Tensor, taps: tuple) -> tuple:
+    """ids (B, T) -> taps (B, T, n*h), and what the target's head reads (B, T, h). Attention is the textbook form: nothing is cached."""
+    x, rope, tapped = target.embed_tokens(ids), target.rope(chain(ids).depth), {}
+    for i, layer in enumerate(target.layers):
+        x = layer(x, rope)[0]
+        if i in taps:
+            tapped[i] = x
+    return torch.cat([tapped[i] for i in taps], -1), target.norm(x)
 
+
+def block_logits(draft: Drafter, taps: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
+    """One block at every anchor (B, M), by the code that `propose` runs -> logits (B, M, D, V), each given the text's own token before
+    it where there is a Markov head. The residual stream is at least fp32, whatever the target's embedding is."""
+    B, T = ids.shape
+    blocks = torch.full((*anchors.shape, draft.block), draft.config.mask_id, device=ids.device)
+    blocks = torch.cat((ids.gather(1, anchors).unsqueeze(-1), blocks[..., 1:]), -1)      # root, mask, mask, …
+    k, v = draft.context(taps, torch.arange(T, device=ids.device).expand(B, T))
+    x = draft.hidden(upcast(draft.embed_tokens(blocks)), anchors, k, v)                  # (B, M, b, h)
+    at = (anchors.unsqueeze(-1) + torch.arange(draft.depths, device=ids.device)).clamp(max=T - 1)
+    return draft.logits(x, ids[rows_of(ids), at])
+
+
+def rows_of(ids: Tensor) -> Tensor:
+    return torch.arange(len(ids), device=ids.device).view(-1, 1, 1)
+
+
+class DraftLoss(nn.Module):
+    """The loss as a module, which is what DistributedDataParallel wraps."""
+
+    def __init__(self, draft: Drafter, head: nn.Module, kind: str):
+        super().__init__()
+        self.draft, self.kind, self.heads = draft, kind, [head]  # in a list: the target's head is no part of what is trained
+
+    def forward(self, taps: Tensor, last: Tensor, ids: Tensor, end: Tensor, temperature: Tensor, anchors: Tensor, valid: Tensor) -> Tensor:
+        """The sum over blocks of the weighted distances of their depths; last (B, T, h) is what the target's head reads.
+
+        ce    -log q(the text's token), depth j weighted by exp(-(j - 1) / GAMMA): what is behind a rejected draft is worth little
+        soft  KL(p || q), p what the target says at the text's temperature (its token, where that is 0), the same weights
+        dpace -log q weighted by w_j = Σ_{m>=j} Π_{i<=m} q̃_i, q̃ = (1 - ALPHA) q + ALPHA: where the drafter stands, the gradient of the
+              drafts it expects to have accepted (D-PACE)"""
+        D, T = self.draft.depths, ids.shape[1]
+        at = anchors.unsqueeze(-1) + torch.arange(D, device=ids.device)                  # (B, M, D): where each depth's label was decided
+        counts = (at + 1 < end.view(-1, 1, 1)) & valid.unsqueeze(-1)                     # its label is there
+        at, rows = at.clamp(max=T - 2), rows_of(ids)
+        label = ids[rows, at + 1]
+        logq = upcast(block_logits(self.draft, taps, ids, anchors)).log_softmax(-1)      # (B, M, D, V)
+        if self.kind == "soft":
+            with torch.no_grad():
+                hot = temperature.view(-1, 1, 1, 1)
+                p = (upcast(self.heads[0](last[rows, at])) / torch.where(hot > 0, hot, 1.0)).softmax(-1)
+                p = torch.where(hot > 0, p, F.one_hot(label, p.shape[-1]).to(p.dtype))
+            distance = (torch.special.xlogy(p, p) - p * logq).sum(-1)
+        else:
+            distance = -logq.gather(-1, label.unsqueeze(-1)).squeeze(-1)                 # (B, M, D)
+        return (distance * weights(distance, counts, self.kind)).sum()
+
+
+def weights(distance: Tensor, counts: Tensor, kind: str) -> Tensor:
+    """distance, counts (B, M, D) -> what each depth counts, 0 where there is no label. Of ce and soft they add up to 1 in a whole block."""
+    if kind != "dpace":
+        weight = torch.exp(-torch.arange(distance.shape[-1], device=distance.device) / GAMMA)
+        return counts * (weight / weight.sum())
+    q = (1 - ALPHA) * torch.exp(-distance.detach()) + ALPHA
+    reached = (q * counts).cumprod(-1)                                                   # all up to m accepted
+    return reached.flip(-1).cumsum(-1).flip(-1) * counts
+
+
+# Training
 
 class Optimizer:
     """Muon for the matrices inside the layers, AdamW for embedding, head, norms and biases, as Moonlight was trained
@@ -184,237 +165,236 @@ def schedule(step: int, steps: int, lr: float, warmup: int = 100) -> float:
     return lr * min((step + 1) / warmup, (steps - step) / max(steps - warmup, 1))
 
 
-def train_target(args) -> None:
-    work, steps = Path(args.work), args.steps or 1300
-    work.mkdir(parents=True, exist_ok=True)
-    tokenizer, text, held_out = prepare_text(work, TARGET["vocab_size"])
-    torch.manual_seed(0)
-    model = Transformer(Config.from_dict(TARGET))
-    model.init_weights(torch.Generator().manual_seed(0))
-    for layer in model.layers:  # residual writes start smaller, as in GPT-2
-        for p in (layer.self_attn.o_proj.weight, *(p for n, p in layer.mlp.named_parameters() if "down" in n)):
-            p.data.div_((2 * len(model.layers)) ** 0.5)
-    routers, optimizer = count_loads(model), Optimizer(model, ("layers.",), args.lr)
-    path, start = work / "target.pt", 0
+def default_taps(layers: int, count: int = 5) -> list:
+    """Up to `count` layers, spread from layer 1 to the fourth from the end (of few layers: from what there is, never the last)."""
+    first, last = min(1, layers - 2), max(min(1, layers - 2), layers - 4)
+    return sorted({first + round(i * (last - first) / max(count - 1, 1)) for i in range(count)})
+
+
+def draft_config(args, c: Config, tokenizer) -> tuple:
+    """config.json of the drafter to train, in the published layout, and what it says. Sizes follow from the target's config c unless
+    given; with --init they are that drafter's, which gets a head where --markov-rank asks for one it lacks."""
+    head = {"markov_rank": args.markov_rank, "markov_head_type": args.markov_type} if args.markov_rank else {}
+    if args.init is not None:
+        raw = read_config(resolve(args.init))
+        if parse_config(DraftConfig, raw).markov_rank == 0:
+            (raw["dflash_config"] if "dflash_config" in raw else raw).update(head)
+    else:
+        wide = args.head_dim or (128 if c.hidden_size >= 1024 else 32)
+        heads = args.heads or max(c.hidden_size // wide, 1)
+        groups = args.kv_heads or next(g for g in range(max(heads // 3, 1), 0, -1) if heads % g == 0)
+        mask = args.mask_id if args.mask_id is not None else tokenizer.token_to_id(MASK)
+        if mask is None:
+            raise UserError(f"the vocabulary has no token {MASK}; pass --mask-id, the id of a token that texts never hold (a reserved one)")
+        own = {"target_layer_ids": args.taps or default_taps(c.num_layers), "mask_token_id": mask}
+        own |= {"shift_label": True, **head} if args.slots == "next" else head
+        raw = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
+               "num_hidden_layers": args.layers, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": wide,
+               "intermediate_size": args.ffn or -(-8 * c.hidden_size // (3 * 64)) * 64, "hidden_act": "silu", "attention_bias": False,
+               "rms_norm_eps": c.eps, "rope_theta": c.rope.theta, "rope_scaling": None, "max_position_embeddings": c.max_positions,
+               "tie_word_embeddings": False, "block_size": args.block, "num_target_layers": c.num_layers, "sliding_window": None,
+               "layer_types": ["full_attention"] * args.layers, "dflash_config": own}
+    config = parse_config(DraftConfig, raw, Path(args.init or args.out) / "config.json")
+    check_pair(config, c, Path(args.init or args.out))
+    return raw, config
+
+
+def make_draft(args, config: DraftConfig, target: Transformer, device: str) -> Drafter:
+    """The drafter to train, in at least fp32, from nothing or from --init."""
+    wide = torch.float64 if target.norm.weight.dtype == torch.float64 else torch.float32
+    draft = Drafter(config).to(wide)
+    draft.init_weights(torch.Generator().manual_seed(args.seed))
+    draft = draft.to(device)
+    draft.share(target)
+    draft.reset_frequencies()
+    if args.init is not None:
+        before = load_draft(resolve(args.init), target, device, wide)
+        fresh = draft.load_state_dict(before.own_params(), strict=False).missing_keys
+        assert all(k.startswith(("embed_tokens.", "lm_head.", "markov_head.")) for k in fresh)
+        draft.embed_tokens, draft.lm_head = before.embed_tokens, before.lm_head  # the target's, or its own, which stay as they are
+    return draft
+
+
+def engine_acceptance(draft: Drafter, raw: dict, target: Transformer, held: list, tokens: int) -> dict:
+    """Temperature -> tokens per round of the chain and of a tree of 32 on held-out prompts: what generate.py would reach now."""
+    twin = Drafter(parse_config(DraftConfig, raw)).to(target.norm.weight)
+    twin.load_state_dict(draft.own_params(), strict=False)
+    twin.embed_tokens, twin.lm_head = draft.embed_tokens, draft.lm_head
+    twin.requires_grad_(False).reset_frequencies()
+    figures = {}
+    for temperature in sorted({d.temperature for d in held}):
+        prompts = [d.tokens[:d.first] for d in held if d.temperature == temperature]
+        for mode in ("dflash", "ddtree"):
+            results = generate(target, twin, prompts, mode, 32, tokens, temperature=temperature, seed=list(range(len(prompts))))
+            rounds = sum(len(r.accepted) for r in results)
+            figures.setdefault(f"{temperature:g}", {})["chain" if mode == "dflash" else "tree"] = sum(len(r.tokens) - 1 for r in results) / max(rounds, 1)
+    return figures
+
+
+class Curve:
+    """curve.jsonl: a line per entry; going on from a state drops what was written after it."""
+
+    def __init__(self, path: Path, step: int):
+        lines = path.read_text().splitlines() if step and path.exists() else []
+        kept = []
+        for line in lines:
+            try:
+                kept += [line] if json.loads(line)["step"] <= step else []
+            except ValueError:  # cut short when the process was killed
+                break
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self.file = open(path, "a")
+
+    def add(self, **entry) -> None:
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+
+
+def train_draft(args, ranks: Ranks, device: str) -> None:
+    folder = locate(args.target, "none")[0]
+    check_arguments(args, ranks)
+    tokenizer, work, path = load_tokenizer(folder), Path(args.work), Path(args.work) / "state.pt"
+    if path.exists() and not args.resume:
+        raise UserError(f"{path} is of an earlier run; add --resume to go on from it, or pass another --work")
+    config = parse_config(Config, read_config(folder), folder / "config.json")
+    stops = stop_ids(folder, config, tokenizer)
+    items = read_prompts(Path(args.data), tokenizer, folder, config.vocab_size, stops)
+    raw, shape = draft_config(args, config, tokenizer)
+    target = load_target(folder, device, DTYPES[args.dtype])
+    draft = make_draft(args, shape, target, device)
+    write_responses(args, target, items, stops, ranks)
+    documents, held = read_documents(args, items)
+    optimizer, start, smooth = Optimizer(draft, ("layers.", "fc.", "kv_proj"), args.lr), 0, None
+    settings = {k: v for k, v in vars(args).items() if k in FIXED} | {"texts": len(documents), "config": raw}
     if path.exists():
-        state = torch.load(path)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-
-    def loss_of(ids: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            logits, _ = model.score(ids[:, :-1], expanded=True)
-        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-    compiled = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
-    began, saved, smooth = time.time(), time.time(), None
-    print(f"target: {model.num_params() / 1e6:.1f} M parameters, {model.active_params() / 1e6:.1f} M active; {len(text) / 1e6:.1f} M training tokens; "
-          f"steps {start} to {steps}", file=sys.stderr)
-    for step in range(start, steps):
-        # most steps on short windows, which are cheap; the last ones long, so that the whole context is usable
-        length = 256 if step < 0.75 * steps else 512 if step < 0.95 * steps else 1024
-        loss = (compiled if length == 256 else loss_of)(windows(text, args.tokens // length, length + 1, 1_000_000 + step))
-        loss.backward()
-        optimizer.step(schedule(step, steps, args.lr))
-        worst = balance(routers, 1e-3 if step < 0.9 * steps else 0.0)
-        smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
-        done = step + 1 - start
-        if done % 10 == 0 or done <= 3:
-            rate = done * args.tokens / (time.time() - began)
-            progress(f"target {step + 1}/{steps}  loss {smooth:.3f}  worst load {worst:.2f}  {rate / 1e3:.2f}k tokens/s  "
-                     f"{(steps - step - 1) * args.tokens / rate / 60:.1f} min left")
-        if (step + 1) % 250 == 0 or step + 1 == steps:
-            with torch.no_grad():
-                losses = [loss_of(windows(held_out, 16, 257, i)).item() for i in range(8)]
-            for r in routers:
-                r.load.zero_()
-            progress(f"target {step + 1}/{steps}  held-out loss {sum(losses) / len(losses):.4f}", end=True)
-        if time.time() - saved > SAVE_SECONDS or step + 1 == steps:
-            save_atomically({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
-            saved = time.time()
-    save_target(model, TARGET, Path(args.out) / "target")
-    write_tokenizer(tokenizer, Path(args.out) / "target")
-
-
-def write_tokenizer(tokenizer, folder: Path) -> None:
-    """tokenizer.json and the small files that say which token ends a text."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": TARGET["max_position_embeddings"]}, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": TARGET["eos_token_id"], "do_sample": False}, indent=2) + "\n")
-
-
-# The target's own text
-
-TEMPERATURES = (0.0, 0.7, 0.7, 1.0)  # of successive shards; a drafter meets greedy and sampled decoding
-SHARD, LENGTH = 128, 256             # sequences per shard, tokens per sequence
-
-
-def write_data(args) -> None:
-    """Shards of (128, 256) tokens: a prompt from the training text, then the target's own continuation; and, for one in
-    four, plain training text, of which the target's distribution is learned all the same."""
-    folder = Path(args.work) / "data"
-    folder.mkdir(parents=True, exist_ok=True)
-    target = load_target(Path(args.out) / "target", "cpu", torch.bfloat16)
-    _, text, _ = prepare_text(Path(args.work), target.config.vocab_size)
-    shards, began, made = args.steps or 52, time.time(), 0
-    for shard in range(shards):
-        path = folder / f"{shard:05}.pt"
-        if path.exists():
-            continue
-        prompt = (16, 32, 64, 96)[shard // len(TEMPERATURES) % 4]
-        temperature = TEMPERATURES[shard % len(TEMPERATURES)]
-        prompts = windows(text, SHARD, prompt, 2_000_000 + shard)
-        results = generate(target, None, prompts.tolist(), "ar", max_new_tokens=LENGTH - prompt, temperature=temperature,
-                           seed=[shard * SHARD + i for i in range(SHARD)])
-        written = torch.cat((prompts, torch.tensor([r.tokens for r in results])), 1)
-        save_atomically({"tokens": written.short(), "prompt": prompt, "temperature": temperature}, path)
-        made += 1
-        rate = made * SHARD * (LENGTH - prompt) / (time.time() - began)
-        progress(f"data {shard + 1}/{shards} shards  temperature {temperature}  {repeated_share(written[:, prompt:]):.0%} repeated 4-grams  "
-                 f"{rate / 1e3:.1f}k tokens/s  {(shards - shard - 1) * (time.time() - began) / made / 60:.1f} min left", end=shard + 1 == shards)
-    for i in range(shards // 3):
-        save_atomically({"tokens": windows(text, SHARD, LENGTH, 5_000_000 + i).short(), "prompt": 1, "temperature": 1.0}, folder / f"text_{i:05}.pt")
-
-
-def repeated_share(tokens: Tensor) -> float:
-    """(B, T) -> the share of 4-grams that occurred before in their row: high where the text loops."""
-    grams = [[tuple(row[i:i + 4]) for i in range(len(row) - 3)] for row in tokens.tolist()]
-    return 1 - sum(len(set(g)) for g in grams) / sum(map(len, grams))
-
-
-# The drafter
-
-DRAFT = {
-    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": TARGET["vocab_size"], "hidden_size": TARGET["hidden_size"],
-    "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 512, "hidden_act": "silu",
-    "attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None, "max_position_embeddings": TARGET["max_position_embeddings"],
-    "tie_word_embeddings": False, "block_size": 8, "num_target_layers": TARGET["num_hidden_layers"], "sliding_window": None,
-    "layer_types": ["full_attention"] * 4, "dflash_config": {"target_layer_ids": [1, 3, 5, 7, 8], "mask_token_id": 1}, "torch_dtype": "bfloat16"}
-GAMMA = 4.0  # a depth's weight in the loss falls as exp(-(depth - 1) / GAMMA): what is behind a rejected token is worth nothing
-
-
-def draw_anchors(count: int, first: int, length: int, depths: int, rows: int, seed: int) -> Tensor:
-    """(rows, count) distinct positions of block roots per row, in [first, length - depths): every drafted position has a label."""
-    noise = torch.rand(rows, length - depths - first, generator=torch.Generator().manual_seed(seed))
-    return first + noise.topk(count, -1).indices
-
-
-def draft_loss(draft: Drafter, taps: Tensor, ids: Tensor, logits: Tensor, anchors: Tensor, temperature: Tensor) -> Tensor:
-    """taps (B, T, n*h), ids (B, T), the target's logits (B, T, V), anchors (B, M), temperature (B,) the text was written at.
-    Cross entropy to what the target would say at each drafted position: its distribution where it sampled, its
-    token where it was greedy."""
-    B, T = ids.shape
-    D = draft.depths
-    at = anchors.unsqueeze(-1) + torch.arange(D)                                        # (B, M, D) where each depth's label was decided
-    rows = torch.arange(B).view(-1, 1, 1)
-    soft = (logits[rows, at] / temperature.clamp(min=0.1).view(-1, 1, 1, 1)).softmax(-1)  # (B, M, D, V)
-    hard = F.one_hot(ids[rows, at + 1], logits.shape[-1]).to(soft.dtype)
-    labels = torch.where(temperature.view(-1, 1, 1, 1) > 0, soft, hard)
-    before = ids[rows, at]                                                              # the text's own token before each depth
-    entropy = -(labels * block_logits(draft, taps, ids, anchors, before).float().log_softmax(-1)).sum(-1)  # (B, M, D)
-    weight = torch.exp(-torch.arange(D) / GAMMA)
-    return (entropy * weight).mean() / weight.mean()
-
-
-def block_logits(draft: Drafter, taps: Tensor, ids: Tensor, anchors: Tensor, before: Optional[Tensor] = None) -> Tensor:
-    """One block at every anchor (B, M), by the code that `propose` runs -> logits (B, M, D, V); given the tokens before."""
-    B, T = ids.shape
-    blocks = torch.full((*anchors.shape, draft.block), draft.config.mask_id)
-    blocks = torch.cat((ids.gather(1, anchors).unsqueeze(-1), blocks[..., 1:]), -1)     # root, mask, mask, …
-    k, v = draft.context(taps, torch.arange(T).expand(B, T))
-    return draft.logits(draft.blocks(blocks, anchors, k, v), before)
-
-
-@torch.no_grad()
-def read_target(target: Transformer, ids: Tensor, taps: tuple) -> tuple:
-    """ids (B, T) -> logits (B, T, V) fp32, taps (B, T, n*h) fp32."""
-    logits, hidden = target.score(ids, expanded=True)
-    return logits.float(), torch.cat([hidden[i + 1] for i in taps], -1).float()
-
-
-@torch.no_grad()
-def held_out_acceptance(draft: Drafter, target: Transformer, shards: list, budget: int) -> tuple:
-    """Tokens per round (root included) of the chain and of a tree, on text the target wrote: a draft is accepted when
-    it is the token that follows. `bench.py` measures the same with the engine itself."""
-    chain, tree = [], []
-    for s in shards:
-        ids = s["tokens"][:32].long()
-        logits, taps = read_target(target, ids, draft.config.taps)
-        anchors = draw_anchors(24, s["prompt"], ids.shape[1], draft.depths, len(ids), 0)
-        labels = ids[torch.arange(len(ids)).view(-1, 1, 1), anchors.unsqueeze(-1) + 1 + torch.arange(draft.depths)].flatten(0, 1)
-        marginals = block_logits(draft, taps, ids, anchors).float().flatten(0, 1)                    # (B*M, D, V)
-        chain.append((marginals.argmax(-1) == labels).cumprod(-1).sum(-1).float().mean() + 1)
-        t = build_tree(marginals, labels[:, 0], budget)
-        match = t.tokens == labels.gather(1, (t.depth - 1).clamp(min=0))
-        match[:, 0] = True
-        tree.append((~(t.ancestors & ~match.unsqueeze(1)).any(-1)).sum(-1).float().mean())
-    return float(sum(chain) / len(chain)), float(sum(tree) / len(tree))
-
-
-def train_draft(args) -> None:
-    work, out, steps, anchors = Path(args.work), Path(args.out), args.steps or 1800, args.anchors
-    target = load_target(out / "target", "cpu", torch.bfloat16)
-    wide = load_target(out / "target", "cpu", torch.float32)  # its embedding and head, at the drafter's precision
-    files = sorted((work / "data").glob("*.pt"))
-    if len(files) < 8:
-        raise UserError(f"{work / 'data'} holds {len(files)} shards; run `python train.py data` first")
-    held_out, data = [torch.load(f) for f in files[:4]], [torch.load(f) for f in files[4:]]  # one of each temperature held out
-    torch.manual_seed(0)
-    draft = Drafter(DraftConfig.from_dict(DRAFT))
-    draft.init_weights(torch.Generator().manual_seed(0))
-    draft.share(wide)
-    optimizer, path, start = Optimizer(draft, ("layers.", "fc.", "kv_proj"), args.lr), work / "draft.pt", 0
-    if path.exists():
-        state = torch.load(path)
+        state = torch.load(path, map_location=device)
+        changed = [k for k in settings if state["settings"].get(k) != settings[k]]
+        if changed:
+            raise UserError(f"{path} is of a run with another {few(changed)}; go on with the same settings, or pass another --work")
         draft.load_state_dict(state["model"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-
-    def loss_of(taps, ids, logits, at, temperature):
-        with torch.autocast("cpu", torch.bfloat16):
-            return draft_loss(draft, taps, ids, logits, at, temperature)
-    compiled = torch.compile(loss_of, dynamic=False) if args.compile else loss_of
-    began, saved, smooth, rows = time.time(), time.time(), None, args.tokens // LENGTH
-    print(f"draft: {draft.num_params() / 1e6:.2f} M parameters, {len(data)} shards of {SHARD} sequences, steps {start} to {steps}", file=sys.stderr)
-    for step in range(start, steps):
-        pick = torch.Generator().manual_seed(3_000_000 + step)
-        parts = [data[i] for i in torch.randint(len(data), (4,), generator=pick).tolist()]  # a batch mixes temperatures
-        ids = torch.cat([s["tokens"][torch.randperm(SHARD, generator=pick)[:rows // 4]].long() for s in parts])
-        at = torch.cat([draw_anchors(anchors, s["prompt"] - 1, LENGTH, draft.depths, rows // 4, 4_000_000 + 4 * step + i) for i, s in enumerate(parts)])
-        temperature = torch.tensor([s["temperature"] for s in parts]).repeat_interleave(rows // 4)
-        logits, taps = read_target(target, ids, draft.config.taps)
-        loss = compiled(taps, ids, logits, at, temperature)
-        loss.backward()
-        optimizer.step(schedule(step, steps, args.lr))
-        smooth = loss.item() if smooth is None else 0.98 * smooth + 0.02 * loss.item()
-        done = step + 1 - start
-        if done % 10 == 0 or done <= 3:
-            progress(f"draft {step + 1}/{steps}  loss {smooth:.3f}  {(time.time() - began) / done:.2f} s/step  "
-                     f"{(steps - step - 1) * (time.time() - began) / done / 60:.1f} min left")
-        if (step + 1) % 200 == 0 or step + 1 == steps:
-            figures = "  ".join(f"temperature {s['temperature']}: chain {c:.2f}, tree of 32 {t:.2f}"
-                                for s in held_out[:2] for c, t in [held_out_acceptance(draft, target, [s], 32)])
-            progress(f"draft {step + 1}/{steps}  held-out tokens per round: {figures}", end=True)
-        if time.time() - saved > SAVE_SECONDS or step + 1 == steps:
-            save_atomically({"model": draft.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, path)
+        start, smooth = state["step"], state["loss"]
+    model = DraftLoss(draft, target.lm_head, args.loss)
+    if ranks.world > 1:
+        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    model = torch.compile(model, dynamic=False) if args.compile else model
+    narrow = target.norm.weight.dtype in (torch.bfloat16, torch.float16)
+    curve = Curve(work / "curve.jsonl", start) if ranks.rank == 0 else None
+    began = saved = time.time()
+    if ranks.rank == 0:
+        progress(f"draft: {draft.num_params() / 1e6:.2f} M parameters, {len(documents)} texts, {len(held)} held out, steps {start} to {args.steps}", end=True)
+    for step in range(start, args.steps):
+        batch = draw_batch(documents, step, args, ranks, device)
+        taps, last = read_target(target, batch.ids, draft.config.taps)
+        with torch.autocast(torch.device(device).type, torch.bfloat16) if narrow else nullcontext():
+            total = model(taps, last, *batch[:-1])
+        (total * ranks.world / batch.blocks).backward()  # ranks' gradients are averaged: this way as one process has them
+        optimizer.step(schedule(step, args.steps, args.lr, max(min(100, args.steps // 4), 1)))
+        loss = ranks.sum(total.detach()).item() / batch.blocks
+        smooth = loss if smooth is None else 0.98 * smooth + 0.02 * loss
+        done, ends = step + 1 - start, step + 1 == args.steps
+        pace = (time.time() - began) / done
+        if ranks.rank == 0 and ((step + 1) % LOG_EVERY == 0 or done <= 3 or ends):
+            curve.add(step=step + 1, loss=smooth, seconds=round(time.time() - began, 1))
+            progress(f"draft {bar(step + 1, args.steps)}  loss {smooth:.3f}  {pace:.2f} s/step  {(args.steps - step - 1) * pace / 60:.1f} min left")
+        if ranks.rank == 0 and held and ((step + 1) % args.eval_every == 0 or ends):
+            figures = engine_acceptance(draft, raw, target, held, args.eval_tokens)
+            curve.add(step=step + 1, held_out=figures)
+            progress(f"draft {step + 1}/{args.steps}  held-out tokens per round: " + "  ".join(
+                f"temperature {t}: chain {f['chain']:.2f}, tree of 32 {f['tree']:.2f}" for t, f in figures.items()), end=True)
+        if ranks.rank == 0 and (time.time() - saved > args.save_every or ends):
+            save_atomically({"model": draft.own_params(), "optimizer": optimizer.state_dict(), "step": step + 1, "loss": smooth, "settings": settings}, path)
             saved = time.time()
-    save_draft(draft, DRAFT, out / "draft")
+    if ranks.rank == 0:
+        own = () if draft.lm_head is target.lm_head else ("embed_tokens.weight", "lm_head.weight")
+        save_draft(draft, raw, Path(args.out), own=own)
+        progress(f"written to {args.out}: python generate.py --model {args.target} --draft {args.out} --prompt …", end=True)
+    ranks.wait()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("step", choices=("target", "data", "draft"))
-    parser.add_argument("--work", default="out", help="work files: text, shards, resumable states (default out)")
-    parser.add_argument("--out", default="checkpoints/tiny", help="where target/ and draft/ are written")
-    parser.add_argument("--steps", type=int, help="optimizer steps, or shards of data (default: those of the bundled pair)")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
-    parser.add_argument("--anchors", type=int, default=48, help="draft blocks per sequence")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--compile", action="store_true", help="compile the step: slow to start, then faster")
-    args = parser.parse_args()
-    step = {"target": train_target, "data": write_data, "draft": train_draft}[args.step]
-    return exit_code(lambda: step(args) or 0, "--tokens or --anchors", "\ninterrupted; the same command goes on from the last saved state")
+# The command line
+
+FIXED = ("target", "data", "init", "layers", "block", "slots", "taps", "markov_rank", "markov_type", "loss", "anchors", "seq_len", "batch", "lr",
+         "steps", "seed", "held_out", "temperature", "dtype")  # a run that is resumed must have them as it began
+SHAPES = ("layers", "block", "slots", "taps", "mask_id", "heads", "kv_heads", "head_dim", "ffn")  # what --init brings
+
+
+def check_arguments(args, ranks: Ranks) -> None:
+    """UserError on the first argument that cannot work; fills in the defaults that --init would contradict."""
+    given = [k for k in SHAPES if getattr(args, k) is not None]
+    if args.init is not None and given:
+        raise UserError(f"--{few(given).replace('_', '-')} cannot be given with --init, whose drafter has its own")
+    for name, value in (("layers", 4), ("block", 8), ("slots", "masked")):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    for name in ("layers", "anchors", "batch", "steps", "eval_every", "eval_tokens", "write_batch"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.batch % ranks.world:
+        raise UserError(f"--batch {args.batch} cannot be divided over {ranks.world} processes")
+    if not args.anchors < args.seq_len:
+        raise UserError(f"--anchors must be less than --seq-len {args.seq_len}, got {args.anchors}")
+    if min(args.markov_rank, args.held_out) < 0 or not 0 < args.lr < math.inf or any(not 0 <= t < math.inf for t in args.temperature):
+        raise UserError("--markov-rank, --held-out and --temperature must not be negative, and --lr must be a positive number")
+
+
+def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
+    parser = Parser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("what", choices=("draft",))
+    add("--target", default=BUNDLED, metavar="DIR|ID", help="what the drafter drafts for (default: the bundled target)")
+    add("--data", default="out/prompts.jsonl", metavar="FILE.jsonl", help="prompts, one JSON object a line (default: those pretrain.py wrote)")
+    add("--out", default="checkpoints/tiny/draft", metavar="DIR", help="where the drafter is written")
+    add("--work", default="out/draft", metavar="DIR", help="responses, the resumable state, the curve (default out/draft)")
+    add("--init", metavar="DIR", help="start from this drafter; with --markov-rank, one without a head is given one")
+    add("--resume", action="store_true", help="go on from the state in --work, if there is one")
+    add("--layers", type=int, help="of the drafter (default 4)")
+    add("--block", type=int, help="slots of a block, the root included (default 8)")
+    add("--slots", choices=("masked", "next"), help="masked: a slot predicts its own position (default); next: the one after")
+    add("--taps", type=int, nargs="+", metavar="LAYER", help="target layers whose outputs it sees (default: 5, from layer 1 to the fourth from the end)")
+    add("--mask-id", type=int, help=f"a token that no text holds (default: {MASK}, where there is one)")
+    add("--heads", type=int, help="query heads (default: hidden size / head dim)")
+    add("--kv-heads", type=int, help="key and value heads (default: a third of the query heads, or fewer)")
+    add("--head-dim", type=int, help="default 128; 32 for a hidden size below 1024")
+    add("--ffn", type=int, help="width of its FFNs (default: 8/3 of the hidden size)")
+    add("--markov-rank", type=int, default=128, help="rank of the Markov head; 0 for none (default 128)")
+    add("--markov-type", choices=("vanilla", "gated"), default="vanilla")
+    add("--loss", choices=("ce", "soft", "dpace"), default="soft", help="see DraftLoss (default soft)")
+    add("--anchors", type=int, default=48, help="blocks per text and step (default 48)")
+    add("--seq-len", type=int, default=256, help="tokens of a text, prompt included (default 256)")
+    add("--batch", type=int, default=32, help="texts per step, of all processes together (default 32)")
+    add("--lr", type=float, default=2e-3)
+    add("--steps", type=int, default=1800)
+    add("--temperature", type=float, nargs="+", default=[0.7, 0.7, 0.0, 1.0], help="of responses, by turns (default 0.7 0.7 0 1)")
+    add("--write-batch", type=int, default=SHARD, help="responses written at once")
+    add("--held-out", type=int, default=16, help="prompts kept aside, to measure with (default 16)")
+    add("--eval-every", type=int, default=200, metavar="STEPS")
+    add("--eval-tokens", type=int, default=64, help="tokens per held-out prompt")
+    add("--save-every", type=float, default=120, metavar="SECONDS", help="between states to resume from (default 120)")
+    add("--seed", type=int, default=0, help="of the first weights")
+    add("--device", default="cpu")
+    add("--dtype", choices=tuple(DTYPES), default="bfloat16", help="of the target (default bfloat16); the drafter is trained in at least fp32")
+    add("--compile", action="store_true", help="compile the step: slow to start, then faster")
+    return parser.parse_args(argv)
+
+
+def main(argv: Optional[list] = None) -> int:
+    """Exit codes: those of generate.py."""
+    ranks = Ranks()
+    def run() -> int:
+        nonlocal ranks
+        args = parse_arguments(argv)
+        ranks, device = join_ranks(args.device)
+        train_draft(args, ranks, check_device(device))
+        return 0
+    code = exit_code(run, "--batch, --anchors or --seq-len", "\ninterrupted; the same command with --resume goes on from the last saved state")
+    if ranks.world > 1:
+        if code == 0:
+            dist.barrier()
+            dist.destroy_process_group()
+        sys.stderr.flush(), sys.stdout.flush()
+        os._exit(code)  # gloo's threads may outlive the interpreter's end otherwise
+    return code
 
 
 if __name__ == "__main__":
