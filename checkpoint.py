@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draft import DraftConfig, Drafter
 from model import Attention, Config, Experts, MoE, Transformer
-from quant import BLOCK, PackedExperts, dequantize_fp8
+from quant import BLOCK, GROUP, WORD, PackedExperts, dequantize_fp8
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -208,13 +208,15 @@ class Files:
             return self.where[name][1]
         return name if name in ("lm_head.weight",) or "fc.weight" in self.where else f"model.{name}"
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, at: tuple = (), shape: tuple = ()) -> Tensor:
+        """A whole tensor, or the part of this shape that begins at `at`."""
         file, stored = self.where[name]
         if self.mapped > self.window:
             self.open_files.clear()
             self.mapped = 0
         try:
-            tensor = self.open(file).get_tensor(stored)
+            f = self.open(file)
+            tensor = f.get_slice(stored)[tuple(slice(i, i + n) for i, n in zip(at, shape))] if at else f.get_tensor(stored)
         except (SafetensorError, OSError, ValueError) as e:
             raise UserError(f"{self.folder / file}: {stored} cannot be read: {e}") from None
         self.mapped += tensor.nbytes
@@ -233,12 +235,17 @@ class Slot(NamedTuple):
     dim: int = 0
     exact: bool = False    # kept in the dtype it has: packed words and their scales
     says: tuple = ()       # no weight, but these numbers: the shape of a packed weight
+    at: tuple = ()         # where ranks divide a model: the parts hold a piece of the hub's tensor that begins here …
+    whole: tuple = ()      # … and has this shape
 
     @property
     def shape(self) -> tuple:
         """The hub's."""
-        if self.says:
-            return (len(self.says),)
+        return self.whole or ((len(self.says),) if self.says else self.held)
+
+    @property
+    def held(self) -> tuple:
+        """The shape of what the parts hold."""
         whole = list(self.parts[0].shape)
         whole[self.dim] = sum(p.shape[self.dim] for p in self.parts)
         return (math.prod(whole[:self.dim + 1]), *whole[self.dim + 1:])
@@ -262,36 +269,56 @@ class Slot(NamedTuple):
         return torch.cat([p.detach().to("cpu", self.saved_dtype(dtype)) for p in self.parts], self.dim).flatten(0, self.dim)
 
 
+def share(m: nn.Module, name: str) -> tuple:
+    """(offset, whole shape) of what this rank holds of a parameter; parallel.py notes it where it divides one."""
+    p = getattr(m, name)
+    return getattr(m, "shares", {}).get(name, ((0,) * p.dim(), tuple(p.shape)))
+
+
 def layout(model: nn.Module, stored=()) -> Iterator[Slot]:
-    """Every tensor of the hub that `model` (a Transformer or Drafter) is made of. `stored`: names that the files have;
-    experts come one by one, or fused per layer as transformers 5 may save them."""
+    """Every tensor of the hub that `model` (a Transformer or Drafter, whole or a rank's part) is made of. `stored`: names that the
+    files have; experts come one by one, or fused per layer as transformers 5 may save them."""
+    for slot in placed(model, stored):
+        yield slot._replace(at=(), whole=()) if slot.says or slot.whole == slot.held else slot
+
+
+def placed(model: nn.Module, stored) -> Iterator[Slot]:
     for path, m in model.named_modules():
         at = f"{path}." if path else ""
         if isinstance(m, Attention):  # kv_b_proj is (H, nope + v, C), per head the key's rows first
-            yield Slot(f"{at}kv_b_proj.weight", (m.w_uk, m.w_uv), 1)
-        elif isinstance(m, Experts) and f"{at}gate_up_proj" in stored:
-            yield Slot(f"{at}gate_up_proj", (m.gate_up,))                             # (E, 2I, h)
-            yield Slot(f"{at}down_proj", (m.down,))                                   # (E, h, I)
+            ((first, _, _), (H, nope, C)), rows = share(m, "w_uk"), m.w_uk.shape[1] + m.w_uv.shape[1]
+            yield Slot(f"{at}kv_b_proj.weight", (m.w_uk, m.w_uv), 1, at=(first * rows, 0), whole=(H * rows, C))
         elif isinstance(m, Experts):
-            for e, (gate_up, down) in enumerate(zip(m.gate_up, m.down)):
+            (first, _, i), (E, h, I) = share(m, "down")
+            if f"{at}gate_up_proj" in stored:                                         # (E, 2I, h), and of a rank two pieces of it
+                for begins, part in zip((i, I + i), m.gate_up.chunk(2, 1)):
+                    yield Slot(f"{at}gate_up_proj", (part,), at=(first, begins, 0), whole=(E, 2 * I, h))
+                yield Slot(f"{at}down_proj", (m.down,), at=(first, 0, i), whole=(E, h, I))
+                continue
+            for e, (gate_up, down) in enumerate(zip(m.gate_up, m.down), first):
                 gate, up = gate_up.chunk(2)
-                yield Slot(f"{at}{e}.gate_proj.weight", (gate,))                      # (I, h)
-                yield Slot(f"{at}{e}.up_proj.weight", (up,))
-                yield Slot(f"{at}{e}.down_proj.weight", (down,))                      # (h, I)
+                yield Slot(f"{at}{e}.gate_proj.weight", (gate,), at=(i, 0), whole=(I, h))
+                yield Slot(f"{at}{e}.up_proj.weight", (up,), at=(i, 0), whole=(I, h))
+                yield Slot(f"{at}{e}.down_proj.weight", (down,), at=(0, i), whole=(h, I))
         elif isinstance(m, PackedExperts):
-            for e, (gate_up, gate_up_scale, down, down_scale) in enumerate(zip(m.gate_up_packed, m.gate_up_scale, m.down_packed, m.down_scale)):
-                gate, up, h, I = *zip(gate_up.chunk(2), gate_up_scale.chunk(2)), len(down), len(gate_up) // 2
-                for which, (words, scale), shape in (("gate", gate, (I, h)), ("up", up, (I, h)), ("down", (down, down_scale), (h, I))):
-                    yield Slot(f"{at}{e}.{which}_proj.weight_packed", (words,), exact=True)  # (out, in/8)
-                    yield Slot(f"{at}{e}.{which}_proj.weight_scale", (scale,), exact=True)   # (out, in/32)
-                    yield Slot(f"{at}{e}.{which}_proj.weight_shape", (), says=shape)
+            (first, _, i), (_, h, I) = share(m, "down_packed")
+            i, I = i * WORD, I * WORD
+            for e, (gate_up, gate_up_scale, down, down_scale) in enumerate(zip(m.gate_up_packed, m.gate_up_scale, m.down_packed, m.down_scale), first):
+                gate, up = zip(gate_up.chunk(2), gate_up_scale.chunk(2))
+                for which, (words, scale), (row, column), (rows, columns) in (("gate", gate, (i, 0), (I, h)), ("up", up, (i, 0), (I, h)),
+                                                                              ("down", (down, down_scale), (0, i), (h, I))):
+                    for what, part, of in (("packed", words, WORD), ("scale", scale, GROUP)):
+                        yield Slot(f"{at}{e}.{which}_proj.weight_{what}", (part,), exact=True, at=(row, column // of), whole=(rows, columns // of))
+                    yield Slot(f"{at}{e}.{which}_proj.weight_shape", (), says=(rows, columns))
         elif isinstance(m, Drafter):  # kv_proj is (L, 2, G*d, h)
-            for i, (k, v) in enumerate(m.kv_proj):
-                yield Slot(f"layers.{i}.self_attn.k_proj.weight", (k,))
-                yield Slot(f"layers.{i}.self_attn.v_proj.weight", (v,))
+            (_, _, first, _), (_, _, rows, h) = share(m, "kv_proj")
+            for i, pair in enumerate(m.kv_proj):
+                for which, part in zip("kv", pair):
+                    yield Slot(f"layers.{i}.self_attn.{which}_proj.weight", (part,), at=(first, 0), whole=(rows, h))
         else:
             for name, p in m.named_parameters(recurse=False):
-                yield Slot(at + name, (p,))
+                offset, shape = share(m, name)
+                yield Slot(at + name, (p,), at=offset, whole=shape)
 
 
 def check(slots: list, files: Files, layers: float = math.inf, unused: list = ()) -> None:
@@ -306,7 +333,7 @@ def check(slots: list, files: Files, layers: float = math.inf, unused: list = ()
             wrong.append(f"{files.spelling(name)} is of type {files.kinds[name]}, expected {' or '.join(kinds)}")
         elif files.shapes[name] != shape:
             wrong.append(f"{files.spelling(name)} is {list(files.shapes[name])}, the config asks for {list(shape)}")
-    for slot in slots:
+    for slot in {s.name: s for s in slots}.values():
         if slot.says or slot.exact and slot.parts[0].dtype == torch.int32:
             fits(slot.name, slot.shape, ("I32", "I64") if slot.says else ("I32",))
         elif files.kinds.get(slot.name) == "F8_E4M3" and len(slot.shape) > 1 and not slot.exact:
@@ -325,7 +352,7 @@ def fill(slots: list, files: Files, what: str) -> None:
     """Streams every tensor into its place, one at a time."""
     began = shown = time.monotonic()
     for i, slot in enumerate(slots):
-        tensor = files.read(slot.name)
+        tensor = files.read(slot.name, slot.at, slot.held) if slot.at else files.read(slot.name)
         if slot.says:
             if tuple(tensor.tolist()) != slot.says:
                 files.fail(slot.name, f"says {tensor.tolist()}, the config asks for {list(slot.says)}")
@@ -334,7 +361,7 @@ def fill(slots: list, files: Files, what: str) -> None:
             scale = files.read(f"{slot.name}_scale_inv").to(slot.parts[0].device)
             if not scale.isfinite().all():
                 files.fail(f"{slot.name}_scale_inv", "has values that are not finite")
-            tensor = dequantize_fp8(tensor.to(slot.parts[0].device), scale)
+            tensor = dequantize_fp8(tensor.to(slot.parts[0].device), scale, slot.at[-2:] or (0, 0))
         slot.fill(tensor)
         for part in slot.parts:  # a sum needs no second copy, and one bad value spoils it
             if part.is_floating_point() and not part.sum(dtype=torch.float32 if part.dtype == torch.float16 else None).isfinite():
@@ -368,15 +395,15 @@ def load_target(folder: Path, device="cpu", dtype: torch.dtype = torch.float32) 
 
 
 def open_target(folder: Path, dtype: torch.dtype) -> tuple:
-    """Checks a target's folder by its headers -> its Config, and read(device) -> Transformer. Memory for the weights is
-    taken by `read` alone, so that what is wrong with either of a pair is said before."""
+    """Checks a target's folder by its headers -> its Config, and read(device, divide) -> Transformer. Memory for the weights is
+    taken by `read` alone, so that what is wrong with either of a pair is said before. divide(model) may leave a part of it."""
     folder = Path(folder)
     config = parse_config(Config, read_config(folder), folder / "config.json")
     files = Files(folder)
     model = on_meta(Transformer, config, dtype)
     tied = config.tie and "lm_head.weight" not in files  # the head is loaded wherever it is present
     if tied:
-        model.lm_head = None
+        model.lm_head.weight = None
     for path, m in model.named_modules():
         first = f"{path}.experts.0.gate_proj.weight"
         if isinstance(m, MoE) and f"{first}_packed" in files:  # go by what is there, not by what quantization_config says
@@ -384,11 +411,11 @@ def open_target(folder: Path, dtype: torch.dtype) -> tuple:
     check(list(layout(model, files)), files, config.num_layers)
 
     @torch.no_grad()
-    def read(device) -> Transformer:
+    def read(device, divide: Callable = lambda model: None) -> Transformer:
+        divide(model)
         model.to_empty(device=device)
         fill(list(layout(model, files)), files, "loading the target")
         if tied:
-            model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
             model.lm_head.weight = model.embed_tokens.weight
         model.reset_frequencies()
         return model
@@ -408,7 +435,7 @@ def load_draft(folder: Path, target: Transformer, device="cpu", dtype: torch.dty
 
 def open_draft(folder: Path, target_config: Config, dtype: torch.dtype) -> tuple:
     """Checks a drafter's folder, and that it fits a target, by configs and headers -> the Drafter without its weights, and
-    read(target, device) that returns it with them."""
+    read(target, device, divide) that returns it with them. divide(draft) may leave a part of it."""
     folder = Path(folder)
     raw = read_config(folder)
     architecture = str((raw.get("architectures") or [""])[0])
@@ -434,7 +461,8 @@ def open_draft(folder: Path, target_config: Config, dtype: torch.dtype) -> tuple
     check(list(layout(draft)), files, unused=confidence)
 
     @torch.no_grad()
-    def read(target: Transformer, device) -> Drafter:
+    def read(target: Transformer, device, divide: Callable = lambda model: None) -> Drafter:
+        divide(draft)
         draft.to_empty(device=device)
         if confidence:
             print(f"loading the drafter: its confidence head ({few(confidence)}) is not used", file=sys.stderr)
@@ -487,6 +515,8 @@ def write_safetensors(path: Path, tensors: dict) -> None:
 
 def save(slots: list, config: dict, folder: Path, dtype: torch.dtype, hub_name, shard_bytes=None) -> None:
     """config.json, and one file of weights, or an index and shards of at most shard_bytes (or one tensor) each."""
+    if any(slot.at for slot in slots):
+        raise ValueError("this is a rank's part of a model; save a whole one")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     def size(slot):

@@ -169,7 +169,7 @@ def random_target(config: Config, args) -> Transformer:
         if args.int4 and isinstance(m, MoE):
             keep_packed(m, config)
     B, S, N, item = max(args.concurrency), max(args.contexts), max(args.nodes), DTYPES[args.dtype].itemsize
-    need = target.weight_bytes() + B * S * target.latent_bytes_per_token() + workspace(config, B, N, S, 1, item, N)
+    need = target.weight_bytes() + B * S * target.latent_bytes_per_token() + workspace(config, B * N, N, S, 1, item, B * N)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > free:
         raise UserError(f"{config.num_layers} layers at batch {B}, context {S} and {N} nodes need {need / 1e9:.1f} GB, {args.device} has {free / 1e9:.1f} GB; "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from model import Tree, chain  # noqa: F401  (both belong to this interface)
-from parallel import Vocabulary
+from ranks import Vocabulary
 
 CANDIDATES = 64  # tokens of a depth that conditionals score, the best by its marginal
 

@@ -22,9 +22,11 @@ import torch
 from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
 from checkpoint import WANTED, UserError, open_draft, open_target, parse_config, read_config, resolve
 from draft import Drafter
+from launch import Launch
 from model import Config, Transformer
 from plan import check_fits, memory_plan, table
-from prompts import open_file, serve_file
+from prompts import PromptFile, open_file, serve_file
+from ranks import agree
 from serve import (BATCH, CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill,
                    record, serve)
 from show import DIM, RESET, Screen, draw_tree, exit_code, node_probabilities, summary
@@ -46,18 +48,19 @@ def locate(model: str, draft: str, wanted: tuple = WANTED) -> tuple:
 
 
 def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.float32,
-         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None) -> tuple:
+         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None, experts: str = "tp") -> tuple:
     """A folder or hub id -> target, drafter (or None), tokenizer.
 
     draft: a folder or hub id, "none", or "auto": the folder `draft` beside the target's, None where there is none.
-    block, draft_window, attention_factor: see Drafter.adapt. UserError on whatever does not fit."""
+    block, draft_window, attention_factor: see Drafter.adapt. Where torch.distributed is initialized, all its ranks share the two
+    models; for experts see parallel.py. UserError on whatever does not fit."""
     folder, draft_folder = locate(model, draft)
     tokenizer = load_tokenizer(folder)
-    return *load_models(folder, draft_folder, device, dtype, block, draft_window, attention_factor), tokenizer
+    return *load_models(folder, draft_folder, device, dtype, block, draft_window, attention_factor, experts), tokenizer
 
 
 def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: torch.dtype, block: Optional[int], draft_window: Optional[int],
-                attention_factor: Optional[float], checked: Callable = lambda draft: None) -> tuple:
+                attention_factor: Optional[float], experts: str = "tp", checked: Callable = lambda draft: None) -> tuple:
     """`load` from folders, without the tokenizer. checked(drafter or None) is called when both folders have been found sound and
     no weight is read yet."""
     config, read_target = open_target(folder, dtype)
@@ -68,8 +71,12 @@ def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: 
     except ValueError as e:
         raise UserError(str(e)) from None
     checked(drafter)
-    target = read_target(device)
-    return target, drafter and read_draft(target, device)
+    divide = (lambda model: None,) * 2
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        from parallel import dividers  # here, because its imports take as long as half of torch's own
+        divide = dividers(experts, drafter and drafter.config, device)
+    target = read_target(device, divide[0])
+    return target, drafter and read_draft(target, device, divide[1])
 
 
 def generate(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
@@ -138,7 +145,9 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--plan", action="store_true", help="print the memory plan from the configs alone, and stop")
     add("--context", type=int, metavar="N", help="--plan: tokens per sequence (default 4096, or what the model holds)")
     add("--batch", type=int, metavar="N", help="--prompts: how many are decoded at once (default 16); --plan: sequences at once (default 1)")
-    add("--tp", type=int, default=1, metavar="N", help="--plan: devices that share the weights")
+    add("--tp", type=int, default=1, metavar="N", help="ranks that share the models, started by torchrun; with --plan, devices")
+    add("--experts", metavar="tp|ep|AxB", help="divide each expert's width (tp, the default), hold whole ones (ep), or A groups of B ranks do both")
+    add("--timeout", type=float, default=120, metavar="S", help="seconds after which a rank that keeps the others waiting ends the launch (default 120)")
     add("--device", default="cpu")
     add("--dtype", choices=tuple(DTYPES), help="default float32 on the CPU, bfloat16 elsewhere")
     add("--compile", action="store_true", help="compile the round")
@@ -157,18 +166,20 @@ def print_plan(args: argparse.Namespace) -> None:
     config, draft = read_config(folder), draft_folder and read_config(draft_folder)
     need(1 <= args.budget <= 4096, f"budget must be between 1 and 4096, got {args.budget}")
     context = args.context if args.context is not None else min(4096, parse_config(Config, config, folder / "config.json").max_positions)
-    print(table(memory_plan(config, draft, context, 1 if args.batch is None else args.batch, args.tp, args.budget, CHUNK, DTYPES[args.dtype]), args.tp))
+    print(table(memory_plan(config, draft, context, 1 if args.batch is None else args.batch, args.tp, args.budget, CHUNK, DTYPES[args.dtype],
+                            args.experts), args.tp))
 
 
 def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
     """Prints the memory plan as one line before any weight is read. UserError where it cannot fit."""
     folder, draft_folder = locate(args.model, args.draft)
     there = torch.cuda.mem_get_info(args.device)[0] if args.device.startswith("cuda") else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    plan = check_fits(there, read_config(folder), draft_folder and read_config(draft_folder), context, batch,
-                      budget=args.budget, chunk=CHUNK, dtype=DTYPES[args.dtype])
+    there //= args.tp if args.device == "cpu" else 1  # its ranks share the host's memory
+    plan = check_fits(there, read_config(folder), draft_folder and read_config(draft_folder), context, batch, args.tp,
+                      budget=args.budget, chunk=CHUNK, dtype=DTYPES[args.dtype], experts=args.experts)
     caches = plan["target latents"] + plan.get("drafter K/V", 0)
     print(f"memory: {(plan['total'] - caches - plan['workspace']) / 1e9:.3f} GB of weights, {caches / 1e9:.3f} GB of caches, "
-          f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there", file=sys.stderr)
+          f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there" + f", for each of {args.tp} ranks" * (args.tp > 1), file=sys.stderr)
 
 
 def check_last(args: argparse.Namespace, draft: Optional[Drafter], requests: list, slots: int, config: Config) -> None:
@@ -184,7 +195,7 @@ def check_flags(args: argparse.Namespace) -> None:
     def apart(name, others, why):
         given = [f"--{other.replace('_', '-')}" for other in others if getattr(args, other)]
         need(not given, f"{name} {why}; leave {', '.join(given)} out")
-    need(args.context is None and args.tp == 1, "--context and --tp are questions to --plan; add it, or leave them out")
+    need(args.context is None, "--context is a question to --plan; add it, or leave it out")
     need(args.batch is None or args.prompts is not None, "--batch goes with --prompts or --plan; add one, or leave it out (all of --prompt are one batch)")
     need(args.batch is None or args.batch >= 1, f"batch must be at least 1, got {args.batch}")
     need(args.out is None or args.prompts is not None, "--out takes the results of --prompts; add it, or redirect stdout")
@@ -243,7 +254,8 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
     class Watching(Decoder):
         def build(self, marginals, conditional, plan):
             tree, score = super().build(marginals, conditional, plan)
-            keep["tree"], keep["probabilities"] = tree, node_probabilities(tree, marginals, conditional)
+            every = marginals if target.vocab is None else target.vocab.whole(marginals)
+            keep["tree"], keep["probabilities"] = tree, node_probabilities(tree, every, conditional)
             return tree, score
     decoder = Watching(target, draft, 1, min(len(prompt) + (number + 1) * (draft.depths + 1), target.config.max_positions))
     decoder.enter([0], [(decoder.slots, args.seed, args.temperature, args.top_k, args.top_p)])
@@ -262,12 +274,16 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
     return draw_tree(tree, keep["probabilities"], path, tokens[:count], lambda t: tokenizer.decode([t], skip_special_tokens=False), args.color)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, launch: Launch) -> int:
+    need(args.experts is None or args.tp > 1, "--experts says how ranks share the experts; add --tp N, or leave it out")
+    args.experts = args.experts or "tp"
     if args.plan:
         print_plan(args)
         return 0
     check_flags(args)
-    texts, (folder, draft_folder) = read_chats(args) if args.prompts is None else [], locate(args.model, args.draft)
+    args.device = launch.join(args.tp, args.device, args.timeout)
+    texts = agree(read_chats(args) if args.prompts is None and launch.rank == 0 else [])  # there is one stdin
+    folder, draft_folder = locate(args.model, args.draft)
     need(args.mode in (None, "ar") or draft_folder is not None, f"mode {args.mode} needs a drafter and there is none; pass --draft, or use --mode ar")
     if args.tree is not None and (args.mode == "ar" or draft_folder is None or args.tree < 1):
         raise UserError(f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {'ar' if draft_folder is None else args.mode or 'ddtree'}")
@@ -278,15 +294,21 @@ def run(args: argparse.Namespace) -> int:
     # whatever can be known to fail is said before weights are read
     check_settings(args.mode or "ddtree", args.budget, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, 1)
     default = Request([], args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed)
-    file = args.prompts and open_file(args.prompts, args.out, lambda text: encoded(as_chat(args, text) if isinstance(text, str) else text), default,
-                                      tuple(args.stop), config)
+    file = None
+    if args.prompts:
+        if launch.rank == 0:
+            file = open_file(args.prompts, args.out, lambda text: encoded(as_chat(args, text) if isinstance(text, str) else text), default,
+                             tuple(args.stop), config)
+        tasks, wrong = agree(file and (file.tasks, file.wrong))
+        file = file or PromptFile(tasks, wrong, 0)  # the other ranks' results go where all their output goes
     if file and not file.tasks:
         return file.close()
     requests = [t.request for t in file.tasks] if file else [replace(default, tokens=encoded(t)) for t in texts]
     prompts, slots = [r.tokens for r in requests], min((args.batch or BATCH) if file else len(requests), len(requests))
     check_prompts(prompts, config.max_positions, config.vocab_size)
     target, draft = load_models(folder, draft_folder, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
-                                checked=lambda draft: check_last(args, draft, requests, slots, config))
+                                args.experts, checked=lambda draft: check_last(args, draft, requests, slots, config))
+    launch.ready()
     if args.mode is None:
         args.mode = "ddtree" if draft is not None else "ar"
         if draft is None and args.draft != "none":
@@ -345,8 +367,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Optional[list] = None) -> int:
-    """Exit codes: 0; 1 where --check fails; 2 with one line on stderr where the user can mend it; 130 on Ctrl-C."""
-    return exit_code(lambda: run(parse_arguments(argv)), "--batch, --max-new-tokens or --budget, or take a smaller --dtype; --plan counts bytes")
+    """Exit codes: 0; 1 where --check fails; 2 with one line on stderr where the user can mend it; 130 on Ctrl-C. A rank of a launch
+    does not return: it ends here, with 1 and one line on any other error."""
+    launch = Launch()
+    return exit_code(lambda: launch.leave(run(parse_arguments(argv), launch)), "--batch, --max-new-tokens or --budget, or take a smaller --dtype; --plan counts bytes", end=launch.fail)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Shapes: B sequences, N nodes or prompt tokens per sequence, S context slots, H heads, V vocabulary, L layers.
 """
+import math
 from typing import Optional
 
 import torch
@@ -22,70 +23,91 @@ def storage(config: dict) -> str:
     raise UserError(f"quantization {method!r} (format {form!r}) is not supported; fp8 blocks and compressed-tensors pack-quantized are")
 
 
-def weights(model: Transformer, tp: int) -> dict:
-    """Kind -> bytes on each of tp devices. Heads, FFN widths, experts and the vocabulary are divided; projections to latents,
-    routers and norms are everywhere."""
-    kinds = {}
-    def add(kind, named, divided=lambda name: True):
-        for name, p in named:
-            kinds[kind] = kinds.get(kind, 0) + -(-p.numel() // (tp if divided(name) else 1)) * p.element_size()
-    for layer in model.layers:
+def weights(model: Transformer, shapes: dict) -> dict:
+    """Kind -> bytes. shapes: what a device holds of each parameter, by name."""
+    kinds, sizes = {}, {name: math.prod(shapes[name]) * p.element_size() for name, p in model.named_parameters()}
+    def add(kind, *within):
+        for name in [n for n in sizes if n.startswith(within)]:
+            kinds[kind] = kinds.get(kind, 0) + sizes.pop(name)
+    for i, layer in enumerate(model.layers):
+        at = f"layers.{i}."
         if isinstance(layer.mlp, MoE):
-            add("routed experts", layer.mlp.experts.named_parameters())
-            if layer.mlp.shared_experts is not None:
-                add("shared experts", layer.mlp.shared_experts.named_parameters())
-            add("routers and norms", layer.mlp.gate.named_parameters(), lambda name: False)
+            add("routed experts", f"{at}mlp.experts.")
+            add("shared experts", f"{at}mlp.shared_experts.")
         else:
-            add("dense layers", layer.mlp.named_parameters())
-        per_head = ("w_uk", "w_uv", "q_proj.weight", "q_b_proj.weight", "o_proj.weight")
-        add("attention", layer.self_attn.named_parameters(), lambda name: name in per_head)
-        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            add("routers and norms", norm.named_parameters(), lambda name: False)
-    add("routers and norms", model.norm.named_parameters(), lambda name: False)
-    add("embedding and head", {id(m.weight): ("", m.weight) for m in (model.embed_tokens, model.lm_head)}.values())  # tied: once
+            add("dense layers", f"{at}mlp.")
+        add("attention", f"{at}self_attn.")
+    add("embedding and head", "embed_tokens.", "lm_head.")
+    add("routers and norms", "")
     return kinds
 
 
-def workspace(c: Config, B: int, N: int, S: int, tp: int, item: int, logits: int) -> int:
-    """The peak of one forward of N nodes a sequence: attention scores, twice in the model's dtype and four times in fp32
-    around the softmax, or the logits of `logits` nodes a sequence with their fp32 copy and the noise of sampling."""
-    scores = B * N * -(-c.num_heads // tp) * (S + N) * (2 * item + 4 * 4)
-    experts = B * N * c.experts_per_token * (c.hidden_size + 3 * c.expert_ffn) * item
-    return max(scores, experts, B * logits * c.vocab_size * (item + 2 * 4)) + 4 * B * N * c.hidden_size * item
+def shared(config: Config, draft: Optional[DraftConfig], packed: bool, dtype: torch.dtype, tp: int, experts: str) -> tuple:
+    """Which functions of a target and of a drafter tell what one of tp ranks holds of their parameters. UserError where they
+    cannot be shared so."""
+    if tp == 1:
+        return (lambda model: {name: p.shape for name, p in model.named_parameters()},) * 2
+    from parallel import check_layout, draft_table, held, parse_layout, target_table  # here, because its imports take long
+    r = parse_layout(tp, experts)
+    check_layout(r, experts, config, draft, packed, dtype)
+    return lambda model: held(model, target_table(r)), lambda model: held(model, draft_table(r, model.config.num_kv_heads))
+
+
+ROOM = 3 << 29  # bytes that the attention scores of a prefill chunk may take
+
+
+def score_bytes(heads: int, item: int) -> int:
+    """Of one node and one slot, at the peak: twice in the model's dtype and four times in fp32 around the softmax."""
+    return heads * (2 * item + 4 * 4)
+
+
+def chunk_room(heads: int, span: int, item: int) -> int:
+    """How many prompt tokens, of all rows together, a prefill forward may hold that attends `span` slots: as many as keep its
+    scores within ROOM, and at least 16. heads: those of a rank."""
+    return max(16, ROOM // (score_bytes(heads, item) * (span + 256)))
+
+
+def workspace(c: Config, tokens: int, N: int, S: int, tp: int, item: int, logits: int) -> int:
+    """The peak of one forward of `tokens` nodes, N a sequence: attention scores, or the logits of `logits` nodes with their fp32
+    copy and the noise of sampling."""
+    scores = tokens * (S + N) * score_bytes(-(-c.num_heads // tp), item)
+    experts = tokens * c.experts_per_token * (c.hidden_size + 3 * c.expert_ffn) * item
+    return max(scores, experts, logits * c.vocab_size * (item + 2 * 4)) + 4 * tokens * c.hidden_size * item
 
 
 def memory_plan(config: dict, draft: Optional[dict] = None, context: int = 4096, batch: int = 1, tp: int = 1, budget: int = 32,
-                chunk: int = 256, dtype: torch.dtype = torch.bfloat16) -> dict:
+                chunk: int = 256, dtype: torch.dtype = torch.bfloat16, experts: str = "tp") -> dict:
     """What -> bytes on each of tp devices, for `batch` sequences of `context` tokens; "total" is the last entry.
-    config, draft: what config.json holds. fp8 counts as dense weights, which it becomes when loaded; int4 stays packed."""
+    config, draft: what config.json holds. fp8 counts as dense weights, which it becomes when loaded; int4 stays packed. experts:
+    see parallel.py. Where devices hold different amounts, the first one is meant, which holds the most."""
     c = parse_config(Config, config)
     if min(context, batch, tp) < 1:
         raise UserError(f"context, batch and tp must be at least 1, got {context}, {batch} and {tp}")
     if context > c.max_positions:
         raise UserError(f"a context of {context} is longer than the model's, {c.max_positions}")
-    if c.num_heads % tp:
-        raise UserError(f"{c.num_heads} heads cannot be divided over {tp} devices")
+    d = None if draft is None else parse_config(DraftConfig, draft)
+    if d is not None:
+        check_pair(d, c, "(its config.json)")
+    packed = storage(config) == "int4"
+    of_target, of_draft = shared(c, d, packed, dtype, tp, experts)
     model, item = on_meta(Transformer, c, dtype), dtype.itemsize
     if c.tie:
-        model.lm_head.weight = model.embed_tokens.weight
-    if storage(config) == "int4":
+        model.lm_head.weight = None
+    if packed:
         for m in model.modules():
             if isinstance(m, MoE):
                 keep_packed(m, c)
-    plan = weights(model, tp)
-    if draft is not None:
-        d = parse_config(DraftConfig, draft)
-        check_pair(d, c, "(its config.json)")
+    plan = weights(model, of_target(model))
+    if d is not None:
         drafter = on_meta(Drafter, d, dtype)
-        whole = ("markov_head.",)  # every device has the Markov head: it is small, and its rows are picked by token
-        plan["drafter"] = sum(-(-p.numel() // (tp if p.dim() > 1 and not name.startswith(whole) else 1)) * item
-                              for name, p in drafter.own_params().items())
+        plan["drafter"] = sum(math.prod(shape) for shape in of_draft(drafter).values()) * item
     slots = context + 1  # one spare slot takes what is not committed
     plan["target latents"] = batch * slots * c.num_layers * c.latent_dim * item  # a latent serves all heads: every device has all
-    if draft is not None:
+    if d is not None:
         plan["drafter K/V"] = batch * slots * 2 * d.num_layers * -(-d.num_kv_heads // tp) * d.head_dim * item
-    nodes = min(budget + 1, context)
-    plan["workspace"] = max(workspace(c, batch, nodes, context, tp, item, nodes), workspace(c, batch, min(chunk, context), context, tp, item, 1))
+    nodes, chunk = min(budget + 1, context), min(chunk, context)
+    read = min(batch * chunk, chunk_room(-(-c.num_heads // tp), context, item))
+    plan["workspace"] = max(workspace(c, batch * nodes, nodes, context, tp, item, batch * nodes), workspace(c, read, chunk, context, tp, item, batch))
     return {**plan, "total": sum(plan.values())}
 
 
@@ -111,8 +133,12 @@ def check_fits(available: int, config: dict, draft: Optional[dict] = None, conte
             middle = (low + high) // 2
             low, high = (middle, high) if total(**{name: middle}) <= available else (low, middle)
         return low
-    heads = parse_config(Config, config).num_heads
-    devices = next((n for n in range(tp + 1, heads + 1) if heads % n == 0 and total(tp=n) <= available), 0)
+    def enough(n):
+        try:
+            return total(tp=n) <= available
+        except UserError:  # this many cannot share the model
+            return False
+    devices = next((n for n in range(tp + 1, parse_config(Config, config).num_heads + 1) if enough(n)), 0)
     fits = [f"{what}{n}{unit}" for what, n, unit in (("a context of ", largest("context", context), ""), ("a batch of ", largest("batch", batch), ""),
                                                      ("", devices, " devices")) if n]
     raise UserError(f"{plan['total'] / 1e9:.1f} GB are needed on each of {tp} devices for a context of {context} and a batch of {batch}, "

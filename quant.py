@@ -21,9 +21,11 @@ GROUP = 32   # int4: neighbours along the input that share a scale
 WORD = 8     # int4: values in one int32, the first in the lowest bits
 
 
-def dequantize_fp8(weight: Tensor, scale: Tensor) -> Tensor:
-    """weight (…, out, in) float8, scale (…, ceil(out/128), ceil(in/128)) -> fp32."""
-    scale = scale.float().repeat_interleave(BLOCK, -2)[..., :weight.shape[-2], :].repeat_interleave(BLOCK, -1)[..., :weight.shape[-1]]
+def dequantize_fp8(weight: Tensor, scale: Tensor, at: tuple = (0, 0)) -> Tensor:
+    """weight (…, out, in) float8, scale (…, ceil(out/128), ceil(in/128)) -> fp32. at: the row and column of the scaled matrix where
+    weight begins."""
+    (i, j), (rows, columns) = at, weight.shape[-2:]
+    scale = scale.float().repeat_interleave(BLOCK, -2)[..., i:i + rows, :].repeat_interleave(BLOCK, -1)[..., j:j + columns]
     return weight.float().mul_(scale)
 
 

@@ -15,6 +15,8 @@ import torch
 from checkpoint import UserError
 from draft import Drafter
 from model import Transformer
+from plan import chunk_room
+from ranks import agree
 from verify import Decoder, Plan
 
 MODES = ("ar", "dflash", "ddtree")
@@ -129,7 +131,8 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     """Yields an Event per request and round. A request is taken from `requests` when a slot is free for it, not earlier.
 
     plan: of every round, or choose(state) names the mode, budget and shape of each. (Whether rounds sample and filter follows from
-    the plan and the requests so far: asking each round for less would cost a graph.) stop_ids end a text and are not emitted.
+    the plan and the requests so far: asking each round for less would cost a graph.) Where ranks share the models, rank 0 chooses and
+    cancels for all; requests and until must be the same on all. stop_ids end a text and are not emitted.
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
     of prompts read while nothing decodes."""
     B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), Usage() if usage is None else usage
@@ -158,10 +161,10 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         return Event(row.number, tokens, min(drafts, len(tokens)), finish, prefill)
 
     while True:
-        for slot, row in enumerate(rows):
-            if row is not None and row.request.cancelled:
-                leave(slot, "cancelled")
-                yield Event(row.number, [], 0, "cancelled", False)
+        for slot in agree([s for s, row in enumerate(rows) if row is not None and row.request.cancelled]):
+            number = rows[slot].number
+            leave(slot, "cancelled")
+            yield Event(number, [], 0, "cancelled", False)
         fresh = []
         for slot in [s for s in range(B) if rows[s] is None]:
             number, request = next(queue, (0, None))
@@ -191,7 +194,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             decoder.active[torch.tensor(sorted(resting), device=device)] = False
             resting.clear()
         span = span_for(max(rows[s].total for s in decoding), decoder.slots)
-        turn = plan if choose is None else choose(state._replace(rows=len(decoding), span=span))._replace(sampled=plan.sampled, filtered=plan.filtered)
+        turn = plan if choose is None else agree(choose(state._replace(rows=len(decoding), span=span)))._replace(sampled=plan.sampled, filtered=plan.filtered)
         if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
             turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
         began = time.perf_counter()
@@ -208,14 +211,20 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
 def read_chunk(decoder: Decoder, rows: list, reading: list, room: int, plan: Plan) -> list:
     """Feeds the next chunk of the prompts in the slots `reading`, in this order, as many as fit together into `room` tokens, but
     at least one. Returns (slot, first token) of the rows whose prompt is read."""
-    lengths = [min(rows[s].left, CHUNK) for s in reading]
+    B, w_uk = len(rows), decoder.target.layers[0].self_attn.w_uk                                      # (heads of this rank, ·, ·)
+    room = min(room, chunk_room(w_uk.shape[0], span_for(max(rows[s].read for s in reading), decoder.slots), w_uk.element_size()))
+    few = decoder.compiled is not None  # few shapes: sizes in powers of four, filled with other rows that read nothing
+    most = min(CHUNK, max(t for t in (16, 64, 256) if t <= room) if few else room)
+    def shape(R: int, T: int) -> tuple:
+        return (min(rung(R, 1), B), min(rung(T, 16), most)) if few else (R, T)
+    lengths = [min(rows[s].left, most) for s in reading]
     R, T = 1, lengths[0]
-    while R < len(reading) and (R + 1) * max(T, lengths[R]) <= room:
+    while R < len(reading) and math.prod(shape(R + 1, max(T, lengths[R]))) <= room:
         R, T = R + 1, max(T, lengths[R])
     slots, counts = reading[:R], lengths[:R]
-    if decoder.compiled is not None:  # few shapes: sizes in powers of four, filled with other rows that read nothing
-        B, T = len(rows), min(rung(T, 16), CHUNK)
-        slots = slots + [s for s in range(B) if s not in slots][:min(rung(R, 1), B) - R]
+    if few:
+        size, T = shape(R, T)
+        slots = slots + [s for s in range(B) if s not in slots][:size - R]
         counts = counts + [0] * (len(slots) - R)
     device, start = decoder.root.device, [rows[s].read if n else 0 for s, n in zip(slots, counts)]
     tokens = [rows[s].request.tokens[at:at + n] + [0] * (T - n) if n else [0] * T for s, at, n in zip(slots, start, counts)]

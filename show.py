@@ -126,19 +126,27 @@ def draw_tree(tree: Tree, probabilities: Tensor, path: list, emitted: list, deco
 NO_MEMORY = ("not enough memory", "can't allocate memory")  # how torch words it on the CPU, in an ordinary RuntimeError
 
 
-def exit_code(run: Callable[[], int], lower: str, interrupted: str = "interrupted") -> int:
+def told(line: str, code: int, error: Optional[BaseException] = None) -> int:
+    """How a program of one process ends: with a line on stderr and this code, or with a traceback of what nobody thought of."""
+    if error is not None:
+        raise error
+    if line:
+        print(line, file=sys.stderr)
+    return code
+
+
+def exit_code(run: Callable[[], int], lower: str, interrupted: str = "interrupted", end: Callable = told) -> int:
     """run(), a command line's program. Where it fails by what the user can mend: one line on stderr, and 2; 130 on Ctrl-C.
-    lower: what takes less memory."""
+    lower: what takes less memory. end: how it ends, where other processes must hear of it (launch.py)."""
     try:
         return run()
     except UserError as e:
         line = str(e)
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        return 130
+        return end(interrupted, 130)
     except BrokenPipeError:  # the reader of our output left, as in `… | head`
         sys.stderr.close()
-        return 0
+        return end("", 0)
     except OSError as e:
         line = f"{e.strerror or e} while reading or writing"
     except RecursionError:
@@ -150,6 +158,5 @@ def exit_code(run: Callable[[], int], lower: str, interrupted: str = "interrupte
         elif type(e).__module__.startswith(("torch._inductor", "torch._dynamo")):
             line = f"compilation failed ({what}); it needs a C++ compiler; or leave --compile out"
         else:
-            raise
-    print(f"error: {line}", file=sys.stderr)
-    return 2
+            return end("", 1, e)
+    return end(f"error: {line}", 2)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddtree import CANDIDATES, candidate_tables, first, greedy_chain, grow
 from draft import Drafter
 from model import Transformer, Tree, chain, upcast
-from parallel import Vocabulary, best
+from ranks import Vocabulary, best
 
 MASK32 = 0xFFFFFFFF
 ODDS = 1 << 20  # expected acceptances leave a round as integers of this many parts

@@ -182,7 +182,7 @@ def informed(monkeypatch, pair: Path, **settings) -> list:
     draft = tiny.drafter(target, mask_token_id=MASK)
     draft.tell([tokenizer.encode(PROMPT).ids + text.tokens])
     draft.forgets = False
-    monkeypatch.setattr(generate, "open_draft", lambda *a: (draft, lambda t, device: (draft.share(t), draft)[1]))
+    monkeypatch.setattr(generate, "open_draft", lambda *a: (draft, lambda t, device, divide: (draft.share(t), draft)[1]))
     return text.tokens
 
 

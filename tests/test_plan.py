@@ -125,18 +125,18 @@ def test_what_would_fit():
     need = memory_plan(config, context=32768, batch=8)["total"]
     assert check_fits(need, config, context=32768, batch=8)["total"] == need
     with pytest.raises(UserError, match=r"what would fit: a context of (\d+) or a batch of (\d+) or 2 devices") as e:
-        check_fits(int(need * 0.8), config, context=32768, batch=8)
+        check_fits(int(need * 0.9), config, context=32768, batch=8)
     context, batch = map(int, re.search(r"context of (\d+) or a batch of (\d+) or", str(e.value)).groups())
-    check_fits(int(need * 0.8), config, context=context, batch=8)
-    check_fits(int(need * 0.8), config, context=32768, batch=batch)
+    check_fits(int(need * 0.9), config, context=context, batch=8)
+    check_fits(int(need * 0.9), config, context=32768, batch=batch)
     for changes in ({"context": context + 1, "batch": 8}, {"context": 32768, "batch": batch + 1}):
-        assert memory_plan(config, **changes)["total"] > int(need * 0.8)
+        assert memory_plan(config, **changes)["total"] > int(need * 0.9)
     with pytest.raises(UserError, match="no smaller context, batch or share fits"):
         check_fits(10 ** 6, config, context=32768, batch=8)
 
 
 @pytest.mark.parametrize("arguments, says", (
-    (dict(context=0), "at least 1"), (dict(batch=0), "at least 1"), (dict(tp=0), "at least 1"), (dict(tp=7), "128 heads cannot be divided over 7"),
+    (dict(context=0), "at least 1"), (dict(batch=0), "at least 1"), (dict(tp=0), "at least 1"), (dict(tp=7), "heads 128 over 7.*What would work: --tp 2 or 4 or 8 or 16"),
     (dict(context=10 ** 6), "longer than the model's, 163840")))
 def test_bad_arguments(arguments, says):
     with pytest.raises(UserError, match=says):
