@@ -1,0 +1,135 @@
+"""One rank of the launches that test_parallel.py starts: runs all cases of a file, and writes what it saw.
+
+    RANK=… WORLD_SIZE=… python tests/ranks_worker.py FOLDER     reads FOLDER/cases.json, writes FOLDER/rank<N>.json
+"""
+import datetime
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import generate  # noqa: E402
+import serve  # noqa: E402
+import tiny  # noqa: E402
+from checkpoint import open_draft, open_target  # noqa: E402
+from draft import Drafter  # noqa: E402
+from parallel import dividers  # noqa: E402
+from ranks import agree  # noqa: E402
+from verify import Plan  # noqa: E402
+
+torch.set_num_threads(1)
+pairs = {}
+
+
+class Told(tiny.Informed):
+    """Right at most positions, whichever rank holds the token. (No relation to what the logits are: ranks see different ones.)"""
+
+    def proposal(self, root, length, span=None):
+        logits, conditional = super(tiny.Informed, self).proposal(root, length, span)
+        first, vocab = (self.vocab.first, self.vocab.total) if self.vocab else (0, logits.shape[-1])
+        def put(row, d, token, value):
+            if 0 <= token - first < logits.shape[-1]:
+                logits[row, d, token - first] = value
+        for row, key in enumerate(zip(length.tolist(), root.tolist())):
+            for d, token in enumerate(self.known.get(key, ())):
+                p = key[0] + d + 1
+                if p % 11:
+                    put(row, d, token, 60.0)
+                    if p % 4 == 0:
+                        put(row, d, (token + 1) % vocab, 61.0)
+        return logits, conditional
+
+
+def pair(case: dict) -> tuple:
+    """A target and its drafter, of this rank's part."""
+    key = case["target"], case.get("draft"), case["experts"], case["dtype"]
+    if key not in pairs:
+        config, read = open_target(Path(case["target"]), getattr(torch, case["dtype"]))
+        draft, read_draft = open_draft(Path(case["draft"]), config, getattr(torch, case["dtype"])) if case.get("draft") else (None, None)
+        divide = dividers(case["experts"], draft and draft.config, "cpu") if dist.get_world_size() > 1 else (lambda model: None,) * 2
+        target = read("cpu", divide[0])
+        pairs[key] = target, draft and read_draft(target, "cpu", divide[1])
+    target, draft = pairs[key]
+    if draft is not None:
+        draft.__class__, draft.vocab = Told if case.get("told") else Drafter, target.vocab
+        if case.get("told"):
+            draft.tell(case["told"])
+    return target, draft
+
+
+def text(case: dict) -> dict:
+    target, draft = pair(case)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    results = generate.generate(target, draft, case["prompts"], case["mode"], compile=bool(case.get("compile")), **case["settings"])
+    return {"tokens": [r.tokens for r in results], "accepted": [r.accepted for r in results], "finish": [r.finish for r in results],
+            "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+def served(case: dict) -> dict:
+    """More requests than slots, and rounds whose mode each rank would choose by a clock of its own."""
+    target, draft = pair(case)
+    requests = [serve.Request(p, **case["settings"]) for p in case["prompts"]]
+    decoder, plan = serve.open_batch(target, draft, requests, case["slots"], "ddtree", 12, False, False)
+    plans = [Plan("ar", 0), Plan("dflash", 0), Plan("ddtree", 12), Plan("ddtree", 4, ladder=(1, 4, 12))]
+    for p in plans:
+        decoder.prepare(p)
+    results = [serve.Result() for _ in requests]
+    for e in serve.serve(decoder, requests, plan, lambda state: plans[(time.perf_counter_ns() // 1000 + dist.get_rank()) % len(plans)]):
+        serve.record(results[e.number], e, 0.0)
+        if e.number == 1 and len(results[1].tokens) > 5 and dist.get_rank() == 0:
+            requests[1].cancelled = True  # rank 0 alone hears of it
+    return {"tokens": [r.tokens for r in results], "finish": [r.finish for r in results]}
+
+
+def held(case: dict) -> dict:
+    """What this rank holds: name -> [shape, offset, whole shape, sum]."""
+    target, draft = pair(case)
+    out = {}
+    for which, model in (("target", target), ("draft", draft)):
+        for path, m in model.named_modules() if model is not None else ():
+            for name, p in m.named_parameters(recurse=False):
+                offset, whole = getattr(m, "shares", {}).get(name, ((0,) * p.dim(), tuple(p.shape)))
+                out[f"{which}.{path}.{name}"] = [list(p.shape), list(offset), list(whole), p.double().sum().item()]
+    return out
+
+
+def peak(case: dict) -> dict:
+    """Bytes by which loading raises the peak of resident memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    target, _ = pair(case)
+    return {"peak": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, "holds": sum(p.nbytes for p in target.parameters())}
+
+
+def main(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    cases = json.loads((folder / "cases.json").read_text())
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    assert agree(rank) == 0
+    seen = {}
+    for case in cases:
+        if case.get("compile"):
+            torch._dynamo.reset()
+            ordinary = torch.compile
+            torch.compile = lambda f, **settings: ordinary(f, backend=case["compile"], **{k: v for k, v in settings.items() if k not in ("mode", "backend", "options")})
+        began = time.perf_counter()
+        seen[case["id"]] = {"text": text, "served": served, "held": held, "peak": peak}[case["what"]](case)
+        seen[case["id"]]["seconds"] = time.perf_counter() - began
+        if case.get("compile"):
+            torch.compile = ordinary
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

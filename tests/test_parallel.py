@@ -1,0 +1,247 @@
+"""Many ranks: one text in every layout, each weight held where the table says, two all-reduces per layer.
+
+Two launches, of 2 and of 4 gloo ranks, run all their cases in one go (ranks_worker.py); the tests look at what they wrote.
+"""
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate
+import tiny
+from checkpoint import UserError, save_draft, save_target, write_safetensors
+from helpers import GOLDEN, golden_target, to_fp8, to_int4, write
+from parallel import Layout, check_layout, parse_layout
+
+ROOT = Path(__file__).parent.parent
+WORKER = ROOT / "tests" / "ranks_worker.py"
+LAYOUTS = {2: ("tp", "ep"), 4: ("tp", "ep", "2x2")}
+PROMPTS = tiny.prompts(256, 1, 5, 37, 20)
+SETTINGS = {"greedy": {}, "sampled": {"temperature": 0.9, "seed": [7, -1, 2 ** 62, 7]}, "filtered": {"temperature": 1.0, "seed": 5, "top_k": 9, "top_p": 0.8}}
+RUNS = [("ar", "greedy"), ("dflash", "sampled"), ("ddtree", "greedy"), ("ddtree", "sampled"), ("dflash", "filtered")]
+LENGTH = {"max_new_tokens": 12}
+
+
+def start(folder: Path, ranks: int, cases: list) -> list:
+    """The processes of a launch."""
+    folder.mkdir()
+    (folder / "cases.json").write_text(json.dumps(cases))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    env = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    return [subprocess.Popen([sys.executable, str(WORKER), str(folder)], env={**env, "RANK": str(rank)}, stderr=open(folder / f"{rank}.err", "w"))
+            for rank in range(ranks)]
+
+
+def results(folder: Path, processes: list) -> list:
+    """What each rank saw."""
+    try:
+        for i, p in enumerate(processes):
+            assert p.wait(timeout=600) == 0, (folder / f"{i}.err").read_text()[-3000:]
+    finally:
+        for p in processes:
+            p.kill()
+    return [json.loads((folder / f"rank{i}.json").read_text()) for i in range(len(processes))]
+
+
+class Cases:
+    """The models, the one-process texts, and the launches, made once."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.plain, self.cases, self.launches = folder, {}, {2: [], 4: []}, {}
+        self.pairs = {name: self.golden_pair(name, kind) for name, kind in zip(tiny.ARCHITECTURES, tiny.KINDS)}
+        self.pairs["odd"] = self.small_pair("odd", vocab_size=13)
+        self.pairs["tied"] = self.small_pair("tied", vocab_size=17, tie_word_embeddings=True)
+        self.pairs["int4"] = self.packed_pair()
+        self.pairs["bundled"] = (str(ROOT / "checkpoints/tiny/target"), str(ROOT / "checkpoints/tiny/draft"))
+        for name in self.pairs:
+            self.add_texts(name)
+        for ranks in (2, 4):
+            self.cases[ranks].append({"id": "served", "what": "served", **self.case("kimi_k2", "tp", SETTINGS["greedy"]), "slots": 2,
+                                      "prompts": PROMPTS + PROMPTS[::-1]})
+        for name in ("deepseek_v3", "glm4_moe_lite", "odd", "int4"):
+            for ranks, layouts in LAYOUTS.items():
+                self.cases[ranks] += [{"id": f"held {name} {e}", "what": "held", **self.case(name, e, {})} for e in layouts]
+        self.fp8, self.large = self.fp8_target(), self.large_target()
+        self.cases[2] += [{"id": f"held fp8 {e}", "what": "held", "target": self.fp8, "experts": e, "dtype": "float64"} for e in LAYOUTS[2]]
+        self.cases[2] += [{"id": f"peak {e}", "what": "peak", "target": self.large, "experts": e, "dtype": "bfloat16"} for e in LAYOUTS[2]]
+        for mode, backend in (("ar", "aot_eager"), ("dflash", "aot_eager"), ("ddtree", "inductor")):
+            self.cases[2].append({"id": f"compiled {mode}", "what": "text", **self.case("odd", "ep", SETTINGS["greedy"], 7), "mode": mode, "compile": backend})
+
+    def golden_pair(self, name: str, kind: str) -> tuple:
+        folder = self.folder / name
+        save_draft(tiny.drafter(tiny.golden(name), kind), self.draft_config(tiny.golden(name), kind), folder, torch.float64)
+        return str(GOLDEN / "targets" / name), str(folder)
+
+    @staticmethod
+    def draft_config(target, kind: str = "full") -> dict:
+        c = target.config
+        return {**tiny.DRAFT, "vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "num_target_layers": c.num_layers,
+                "max_position_embeddings": c.max_positions, **tiny.KINDS[kind]}
+
+    def small_pair(self, name: str, **changes) -> tuple:
+        config = {**tiny.TARGET, "num_attention_heads": 4, "n_routed_experts": 8, **changes}
+        target = tiny.target(num_attention_heads=4, n_routed_experts=8, **changes)
+        if changes.get("tie_word_embeddings"):
+            target.lm_head.weight = target.embed_tokens.weight
+        save_target(target, config, self.folder / f"{name}_target", torch.float64)
+        save_draft(tiny.drafter(target), self.draft_config(target), self.folder / f"{name}_draft", torch.float64)
+        return str(self.folder / f"{name}_target"), str(self.folder / f"{name}_draft")
+
+    def packed_pair(self) -> tuple:
+        """Wide enough that four ranks get whole groups of 32."""
+        changes = {"moe_intermediate_size": 128, "vocab_size": 256}
+        target, draft = map(Path, self.small_pair("int4", **changes))
+        from safetensors.torch import load_file
+        config = json.loads((target / "config.json").read_text())
+        tensors = {k: t.float() for k, t in load_file(target / "model.safetensors").items()}
+        return str(write(self.folder / "packed", config, to_int4(tensors)[0], shards=2)), str(draft)
+
+    def fp8_target(self) -> str:
+        config, tensors = golden_target("deepseek_v3")
+        return str(write(self.folder / "fp8", {**config, "quantization_config": {"quant_method": "fp8"}}, to_fp8(tensors)[0], shards=3))
+
+    def large_target(self) -> str:
+        """About 200 MB, most of it experts."""
+        config = {**tiny.TARGET, "hidden_size": 512, "n_routed_experts": 16, "moe_intermediate_size": 1024, "num_hidden_layers": 5, "vocab_size": 1024}
+        from checkpoint import layout, on_meta
+        from model import Config, Transformer
+        model = on_meta(Transformer, Config.from_dict(config), torch.bfloat16)
+        folder = self.folder / "large"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        write_safetensors(folder / "model.safetensors", {s.name if s.name.startswith("lm_head") else f"model.{s.name}": (
+            s.shape, torch.bfloat16, lambda s=s: torch.full(s.shape, 0.01, dtype=torch.bfloat16)) for s in layout(model)})
+        return str(folder)
+
+    def case(self, name: str, experts: str, settings: dict, tokens: int = 12) -> dict:
+        target, draft = self.pairs[name]
+        return {"target": target, "draft": draft, "experts": experts, "dtype": "float64", "prompts": self.prompts(name),
+                "settings": {"max_new_tokens": tokens, **settings}}
+
+    def prompts(self, name: str) -> list:
+        vocab = {"odd": 13, "tied": 17}.get(name, 256)
+        return [[t % vocab for t in p] for p in PROMPTS[:3 if name == "bundled" else 4]]
+
+    def add_texts(self, name: str) -> None:
+        import checkpoint
+        target = checkpoint.load_target(Path(self.pairs[name][0]), dtype=torch.float64)
+        for key, settings in SETTINGS.items():
+            if name == "bundled" and "seed" in settings and isinstance(settings["seed"], list):
+                settings = {**settings, "seed": settings["seed"][:3]}
+            self.plain[name, key] = [r.tokens for r in generate.generate(target, None, self.prompts(name), "ar", **LENGTH, **settings)]
+            told = [] if name == "bundled" else [p + t for p, t in zip(self.prompts(name), self.plain[name, key])]
+            for ranks, layouts in LAYOUTS.items():
+                for i, experts in enumerate(layouts):
+                    for j, run in enumerate(RUNS):
+                        if run[1] == key and (ranks == 2 or (i + j) % 2 == 0):
+                            self.cases[ranks].append({"id": f"{name} {experts} {run[0]} {key}", "what": "text", **self.case(name, experts, settings),
+                                                      "mode": run[0], "told": told})
+
+    def seen(self, ranks: int) -> list:
+        if ranks not in self.launches:
+            folder = self.folder / f"launch{ranks}"
+            self.launches[ranks] = results(folder, start(folder, ranks, self.cases[ranks]))
+        return self.launches[ranks]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> Cases:
+    return Cases(tmp_path_factory.mktemp("ranks"))
+
+
+NAMES = (*tiny.ARCHITECTURES, "odd", "tied", "int4", "bundled")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_text_in_every_layout(cases, ranks, name):
+    seen, count = cases.seen(ranks), 0
+    for case in cases.cases[ranks]:
+        if case["id"].split()[0] != name or case["what"] != "text":
+            continue
+        mine = [s[case["id"]] for s in seen]
+        for s in mine:
+            assert s["tokens"] == cases.plain[name, case["id"].split()[-1]], case["id"]
+            assert s["accepted"] == mine[0]["accepted"]
+        if case["mode"] != "ar":
+            accepted = [a for row in mine[0]["accepted"] for a in row]
+            assert max(accepted) >= 2, case["id"]
+        count += 1
+    assert count >= 5
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_refill_cancelling_and_a_mode_that_changes(cases, ranks):
+    """Every rank would choose another mode at every round, and rank 0 alone hears of a cancellation: rank 0 decides."""
+    mine = [s["served"] for s in cases.seen(ranks)]
+    plain = cases.plain["kimi_k2", "greedy"]
+    for s in mine:
+        assert s["tokens"] == mine[0]["tokens"] and s["finish"] == mine[0]["finish"]
+    for i, (tokens, finish, want) in enumerate(zip(mine[0]["tokens"], mine[0]["finish"], plain + plain[::-1])):
+        assert finish == ("cancelled" if i == 1 else "length")
+        assert tokens == want[:len(tokens)] and (len(tokens) == len(want) or i == 1 and 5 < len(tokens) < len(want))
+
+
+def test_compiled_is_eager_and_one_graph(cases):
+    for mode in ("ar", "dflash", "ddtree"):
+        mine = [s[f"compiled {mode}"] for s in cases.seen(2)]
+        for s in mine:
+            assert s["tokens"] == [t[:7] for t in cases.plain["odd", "greedy"]] and s["breaks"] == 0
+            assert s["graphs"] == mine[0]["graphs"]
+
+
+# Loading
+
+COPIED = ("layernorm", "norm.weight", "q_a_proj", "kv_a_proj_with_mqa", ".gate.", "q_norm", "k_norm")
+
+
+@pytest.mark.parametrize("ranks, experts", [(n, e) for n, layouts in LAYOUTS.items() for e in layouts])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "odd", "int4"])
+def test_no_weight_is_held_twice(cases, name, ranks, experts):
+    """The ranks' parts cover each parameter once; what is copied is what the table says."""
+    mine = [s[f"held {name} {experts}"] for s in cases.seen(ranks)]
+    for weight in mine[0]:
+        if weight == "seconds":
+            continue
+        parts = [tuple(map(tuple, m[weight][:3])) for m in mine]
+        whole, size = parts[0][2], 1
+        for n in whole:
+            size *= n
+        copies = ranks // 2 if weight == "draft..kv_proj" else ranks if any(c in weight for c in COPIED) else 1  # two kv heads
+        held = sum(torch.Size(shape).numel() for shape, _, _ in parts)
+        assert held == size * copies, weight
+        assert len({offset for _, offset, _ in parts}) == ranks // copies, weight
+
+
+@pytest.mark.parametrize("experts", LAYOUTS[2])
+def test_fp8_slices_are_those_of_the_whole(cases, experts):
+    """Blocks of 128 do not end where a rank's part does."""
+    from checkpoint import load_target
+    whole = dict(load_target(Path(cases.fp8), dtype=torch.float64).named_parameters())
+    mine = [s[f"held fp8 {experts}"] for s in cases.seen(2)]
+    for name, p in whole.items():
+        at = f"target.{name}"
+        for s in mine:
+            shape, offset, total, got = s[at]
+            piece = p[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
+            if name.endswith("gate_up") and shape[1] < total[1]:  # each half is divided
+                half = total[1] // 2
+                at_down = s[f"target.{name.removesuffix('gate_up')}down"][1]
+                piece = torch.cat([p[offset[0]:offset[0] + shape[0], b + at_down[2]:b + at_down[2] + shape[1] // 2] for b in (0, half)], 1)
+            assert got == pytest.approx(piece.double().sum().item(), abs=1e-9), name
+
+
+@pytest.mark.parametrize("experts", LAYOUTS[2])
+def test_a_rank_reads_no_more_than_its_part(cases, experts):
+    """The peak of memory while loading: the rank's own half, and a little."""
+    for s in cases.seen(2):
+        peak, holds = s[f"peak {experts}"]["peak"], s[f"peak {experts}"]["holds"]
+        assert holds > 60e6
+        assert peak < 1.15 * holds + 16e6
