@@ -4,9 +4,12 @@ Two launches, of 2 and of 4 gloo ranks, run all their cases in one go (ranks_wor
 """
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -245,3 +248,115 @@ def test_a_rank_reads_no_more_than_its_part(cases, experts):
         peak, holds = s[f"peak {experts}"]["peak"], s[f"peak {experts}"]["holds"]
         assert holds > 60e6
         assert peak < 1.15 * holds + 16e6
+
+
+# Launches by torchrun
+
+def torchrun(ranks: int, *command, **env) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *map(str, command)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **env})
+
+
+def gone(folder: Path) -> bool:
+    """Whether the processes that wrote their numbers there have ended."""
+    for file in folder.iterdir():
+        try:
+            os.kill(int(file.read_text()), 0)
+            state = Path(f"/proc/{file.read_text()}/stat")
+            if not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z":
+                return False
+        except ProcessLookupError:
+            pass
+    return True
+
+
+@pytest.mark.parametrize("fault, says", [
+    ("raises", r"error: rank 1: ZeroDivisionError: planted \(ranks_faulty\.py:\d+\)"),
+    ("dies", r"error: rank 1: no sign of life for \d+ s \(killed, out of memory, or stopped\), last at .*"),
+    ("hangs", r"error: rank 1: (stays|is) at ranks_faulty\.py:\d+ \(step\).*, while others wait for it")])
+def test_a_rank_that_fails_ends_the_launch(tmp_path, fault, says):
+    """One line says which, and why; no process is left."""
+    began = time.monotonic()
+    p = torchrun(2, "tests/ranks_faulty.py", f"{fault}:{tmp_path}", "--tp", 2, "--timeout", 10, "--prompt", "def f(", "--max-new-tokens", 60)
+    out, err = p.communicate(timeout=240)
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert p.returncode != 0 and len(lines) == 1 and re.fullmatch(says, lines[0]), err
+    assert len(list(tmp_path.iterdir())) == 2 and gone(tmp_path)
+    assert time.monotonic() - began < 120
+
+
+def test_ctrl_c_leaves_no_process(tmp_path):
+    p = torchrun(2, "tests/ranks_faulty.py", f"waits:{tmp_path}", "--tp", 2, "--prompt", "def f(", "--max-new-tokens", 900)
+    while len(list(tmp_path.iterdir())) < 2:
+        time.sleep(0.1)
+        assert p.poll() is None, p.communicate()[1]
+    p.send_signal(signal.SIGINT)
+    out, err = p.communicate(timeout=120)
+    assert p.returncode != 0 and gone(tmp_path)
+    assert "interrupted" in err and not [line for line in err.splitlines() if line.startswith("error: ")], err
+
+
+def test_rank_0_alone_speaks(tmp_path):
+    """Also where all ranks come to the same end. The text is that of one process."""
+    arguments = ("generate.py", "--prompt", "def f(", "--max-new-tokens", 12, "--dtype", "float64", "--json")
+    p, wrong = torchrun(2, *arguments, "--tp", 2, "--experts", "1x2"), torchrun(2, *arguments, "--tp", 2, "--experts", "3x1")
+    alone = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, check=True)
+    out, err = p.communicate(timeout=240)
+    assert p.returncode == 0, err
+    assert json.loads(out)["tokens"] == json.loads(alone.stdout)["tokens"] and err.count("tokens per round") == 1
+    out, err = wrong.communicate(timeout=240)
+    assert wrong.returncode != 0 and not out and [line for line in err.splitlines() if line.startswith("error: ")] == [
+        "error: --experts must be tp, ep, or AxB where A groups hold whole experts and B ranks divide each of them, A times B being the number of ranks, 2; got '3x1'"]
+
+
+@pytest.mark.parametrize("env, arguments, says", [
+    ({}, ("--tp", "2"), "--tp 2 needs 2 processes: start it as torchrun --standalone --nproc-per-node 2 generate.py --tp 2"),
+    ({"RANK": "0", "WORLD_SIZE": "4"}, ("--tp", "2"), "torchrun started 4 ranks, and --tp is 2"),
+    ({"RANK": "0", "WORLD_SIZE": "4"}, (), "torchrun started 4 ranks, and --tp is 1"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, ("--tp", "2", "--timeout", "0"), "--timeout must be between 1 and 1000000 seconds, got 0"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, ("--tp", "2", "--device", "cuda:1"), "--device is cuda:1; use cuda"),
+    ({"RANK": "0", "WORLD_SIZE": "99"}, ("--tp", "99", "--device", "cuda"), r"each of the 99 ranks on a host takes a CUDA device of its own, and there are \d+"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, ("--tp", "2", "--device", "meta"), "several ranks run on cpu or cuda, not on 'meta'")])
+def test_launches_that_are_not_as_asked(monkeypatch, capsys, env, arguments, says):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    assert generate.main(["--prompt", "x", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and re.search(f"error: .*{says}", err)
+
+
+# Sizes that do not divide
+
+def real(name: str):
+    from checkpoint import parse_config
+    from model import Config
+    return parse_config(Config, json.loads((ROOT / "tests/configs" / f"{name}.json").read_text()))
+
+
+@pytest.mark.parametrize("name, ranks, experts, packed, says", [
+    ("glm_47_flash", 8, "tp", False, r"8 ranks with --experts tp .*: heads 20 over 8\. What would work: --tp 2 or 4"),
+    ("deepseek_v2_lite", 16, "ep", False, None),
+    ("deepseek_v3", 16, "tp", False, None),
+    ("kimi_k26", 8, "tp", True, None),
+    ("kimi_k26", 64, "tp", True, None),
+    ("kimi_k26", 128, "ep", True, r"heads 64 over 128"),
+    ("deepseek_v2_lite", 8, "tp", True, r"expert width 1408 over 8 in whole groups of 32"),
+    ("moonlight_16b_a3b", 3, "tp", False, r"heads 16 over 3; .*shared experts' width 2816 over 3; .*What would work: --tp 2 or 4 or 8 or 16")])
+def test_sizes_that_do_not_divide(name, ranks, experts, packed, says):
+    if says is None:
+        return check_layout(parse_layout(ranks, experts), experts, real(name), None, packed, torch.bfloat16)
+    with pytest.raises(UserError, match=says) as e:
+        check_layout(parse_layout(ranks, experts), experts, real(name), None, packed, torch.bfloat16)
+    assert "\n" not in str(e.value)
+
+
+def test_what_would_work_works():
+    c = real("deepseek_v2_lite")
+    with pytest.raises(UserError, match="--tp 2 or 4, or --experts 2x4 or 4x2 or 8x1") as e:
+        check_layout(parse_layout(8, "tp"), "tp", c, None, True, torch.bfloat16)
+    for experts in re.findall(r"\d+x\d+", str(e.value).partition("What would work")[2]):
+        check_layout(parse_layout(8, experts), experts, c, None, True, torch.bfloat16)

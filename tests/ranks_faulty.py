@@ -1,0 +1,37 @@
+"""generate.py on a rank to which something happens in its third round: python tests/ranks_faulty.py FAULT ARGUMENTS…"""
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+
+import generate  # noqa: E402
+from verify import Decoder  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def step(decoder, *args):
+    decoder.steps = getattr(decoder, "steps", 0) + 1
+    if decoder.steps == 3:
+        Path(sys.argv[1].partition(":")[2], os.environ["RANK"]).write_text(str(os.getpid()))
+        if fault == "waits":
+            time.sleep(0.05)
+            decoder.steps -= 1
+        elif os.environ["RANK"] == "1":
+            if fault == "raises":
+                raise ZeroDivisionError("planted")
+            if fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "hangs":
+                time.sleep(1000)
+    return ordinary(decoder, *args)
+
+
+fault, ordinary = sys.argv[1].partition(":")[0], Decoder.step
+Decoder.step = step
+sys.exit(generate.main(sys.argv[2:]))
