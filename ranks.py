@@ -60,3 +60,45 @@ def agree(value):
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
+
+
+# What a round sends
+
+class Collective(NamedTuple):
+    what: str
+    kind: str    # "all_reduce" or "all_gather"
+    count: int   # in one round
+    bytes: int   # of each: what a rank gives to it. An all-reduce returns as much, a gather n times as much
+
+
+def traffic(config, draft, plan, batch: int, size: int, item: int, block: Optional[int] = None) -> list:
+    """The Collectives of one round of `batch` rows on `size` ranks; the same for every way to divide the experts.
+
+    config, draft: Config, and DraftConfig (or None in mode ar); plan: verify.Plan; item: bytes of a number; block: the drafter's, if
+    smaller than trained. Counted from the shapes; a test counts the same in a traced round. [] on one rank."""
+    if size == 1:
+        return []
+    h, D, P, nodes = config.hidden_size * item, 0, 1, 1
+    sent = []
+    if draft is not None:
+        b = block or draft.block
+        D = b if draft.slots == "next" else b - 1
+    if plan.mode != "ar":
+        budget = plan.ladder[-1] if plan.ladder and plan.mode == "ddtree" else plan.budget
+        W = min(plan.candidates if draft.markov_rank else budget, config.vocab_size)
+        chain = 16 if not draft.markov_rank else 8 * (min(W, -(-config.vocab_size // size)) + 1)
+        tree = 8 * (min(W, -(-config.vocab_size // size)) + 1)
+        nodes = 1 + (D if plan.mode == "dflash" else plan.budget)
+        P = 1 + min(D, nodes - 1)
+        sent += [Collective("the drafter's embedding", "all_reduce", 1, batch * b * h),
+                 Collective("the drafter's layers", "all_reduce", 2 * draft.num_layers, batch * b * h),
+                 Collective("draft candidates", "all_gather", 1, batch * D * (chain if plan.mode == "dflash" else tree))]
+        if plan.ladder:
+            sent += [Collective("the chain to report on", "all_gather", 1, batch * D * chain)]
+    logits = -(-config.vocab_size // size) * item
+    sent += [Collective("the target's embedding", "all_reduce", 1, batch * nodes * h),
+             Collective("the target's layers", "all_reduce", 2 * config.num_layers, batch * nodes * h),
+             Collective("the target's tokens", "all_gather", 1, batch * nodes * (logits if plan.filtered else 16))]
+    if draft is not None:
+        sent += [Collective("taps to draft K/V", "all_reduce", 1, batch * P * h)]
+    return sent

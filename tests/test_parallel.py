@@ -10,16 +10,25 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate
 import tiny
-from checkpoint import UserError, save_draft, save_target, write_safetensors
+from checkpoint import UserError, keep_packed, layout, load_target, on_meta, parse_config, save_draft, save_target, write_safetensors
+from draft import DraftConfig, Drafter
 from helpers import GOLDEN, golden_target, to_fp8, to_int4, write
-from parallel import Layout, check_layout, parse_layout
+from model import Config, MoE, Transformer
+from parallel import check_layout, dividers, parse_layout
+from plan import chunk_room, memory_plan, score_bytes
+from ranks import traffic
+from verify import Decoder, Plan
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "ranks_worker.py"
@@ -101,7 +110,6 @@ class Cases:
         """Wide enough that four ranks get whole groups of 32."""
         changes = {"moe_intermediate_size": 128, "vocab_size": 256}
         target, draft = map(Path, self.small_pair("int4", **changes))
-        from safetensors.torch import load_file
         config = json.loads((target / "config.json").read_text())
         tensors = {k: t.float() for k, t in load_file(target / "model.safetensors").items()}
         return str(write(self.folder / "packed", config, to_int4(tensors)[0], shards=2)), str(draft)
@@ -113,8 +121,6 @@ class Cases:
     def large_target(self) -> str:
         """About 200 MB, most of it experts."""
         config = {**tiny.TARGET, "hidden_size": 512, "n_routed_experts": 16, "moe_intermediate_size": 1024, "num_hidden_layers": 5, "vocab_size": 1024}
-        from checkpoint import layout, on_meta
-        from model import Config, Transformer
         model = on_meta(Transformer, Config.from_dict(config), torch.bfloat16)
         folder = self.folder / "large"
         folder.mkdir()
@@ -133,8 +139,7 @@ class Cases:
         return [[t % vocab for t in p] for p in PROMPTS[:3 if name == "bundled" else 4]]
 
     def add_texts(self, name: str) -> None:
-        import checkpoint
-        target = checkpoint.load_target(Path(self.pairs[name][0]), dtype=torch.float64)
+        target = load_target(Path(self.pairs[name][0]), dtype=torch.float64)
         for key, settings in SETTINGS.items():
             if name == "bundled" and "seed" in settings and isinstance(settings["seed"], list):
                 settings = {**settings, "seed": settings["seed"][:3]}
@@ -226,7 +231,6 @@ def test_no_weight_is_held_twice(cases, name, ranks, experts):
 @pytest.mark.parametrize("experts", LAYOUTS[2])
 def test_fp8_slices_are_those_of_the_whole(cases, experts):
     """Blocks of 128 do not end where a rank's part does."""
-    from checkpoint import load_target
     whole = dict(load_target(Path(cases.fp8), dtype=torch.float64).named_parameters())
     mine = [s[f"held fp8 {experts}"] for s in cases.seen(2)]
     for name, p in whole.items():
@@ -332,8 +336,6 @@ def test_launches_that_are_not_as_asked(monkeypatch, capsys, env, arguments, say
 # Sizes that do not divide
 
 def real(name: str):
-    from checkpoint import parse_config
-    from model import Config
     return parse_config(Config, json.loads((ROOT / "tests/configs" / f"{name}.json").read_text()))
 
 
@@ -360,3 +362,95 @@ def test_what_would_work_works():
         check_layout(parse_layout(8, "tp"), "tp", c, None, True, torch.bfloat16)
     for experts in re.findall(r"\d+x\d+", str(e.value).partition("What would work")[2]):
         check_layout(parse_layout(8, experts), experts, c, None, True, torch.bfloat16)
+
+
+# Eight ranks without a machine: a fake process group, and models without storage
+
+@pytest.fixture
+def eight():
+    import torch.distributed as dist
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend "fake")
+    dist.init_process_group("fake", rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+class Sent(TorchDispatchMode):
+    """What each collective is given: (kind, bytes)."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kind = {"_c10d_functional::all_reduce": "all_reduce", "_c10d_functional::all_gather_into_tensor": "all_gather"}.get(func.name())
+        if kind:
+            self.sent[kind, args[0].nbytes] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kimi(experts: str) -> tuple:
+    """Rank 0's part of Kimi-K2.6 in int4 and its drafter, on the meta device."""
+    config, d = real("kimi_k26"), parse_config(DraftConfig, json.loads((ROOT / "tests/configs/kimi_k25_dflash.json").read_text()))
+    target, draft = on_meta(Transformer, config, torch.bfloat16), on_meta(Drafter, d, torch.bfloat16)
+    for m in target.modules():
+        if isinstance(m, MoE):
+            keep_packed(m, config)
+    divide_target, divide_draft = dividers(experts, d, "cpu")
+    divide_target(target), divide_draft(draft)
+    draft.share(target)
+    return target, draft
+
+
+@pytest.mark.parametrize("experts", ["tp", "ep", "2x4"])
+def test_kimi_k26_on_eight_ranks(eight, experts):
+    """Bytes per rank at batch 8 and 32k of context; collectives of every kind of round, and their bytes."""
+    target, draft = kimi(experts)
+    decoder = Decoder(target, draft, 8, 32768)
+    raw, raw_draft = (json.loads((ROOT / "tests/configs" / f"{name}.json").read_text()) for name in ("kimi_k26", "kimi_k25_dflash"))
+    plan = memory_plan(raw, raw_draft, 32768, 8, 8, experts=experts)
+    weights = sum(p.nbytes for p in target.parameters()) + sum(p.nbytes for p in draft.own_params().values())
+    caches = target.cache.nbytes + draft.k_cache.nbytes + draft.v_cache.nbytes
+    assert weights + caches + plan["workspace"] == plan["total"]
+    assert 90 * 2 ** 30 < plan["total"] < 92 * 2 ** 30    # of the 95 GiB and more that a card of 96 has
+    c = target.config
+    for plan in (Plan("ar", 0), Plan("dflash", 0), Plan("ddtree", 32), Plan("ddtree", 32, sampled=True), Plan("ddtree", 32, sampled=True, filtered=True),
+                 Plan("ddtree", 8, ladder=(8, 32)), Plan("dflash", 0, ladder=(8, 32))):
+        decoder.prepare(plan)
+        with CommDebugMode() as counted, Sent() as seen:
+            decoder.round(plan, 32768)
+        want = traffic(c, draft.config, plan, 8, 8, 2)
+        expected = Counter()
+        for s in want:
+            expected[s.kind, s.bytes] += s.count
+        assert seen.sent == expected, plan
+        assert counted.get_total_counts() == sum(s.count for s in want)
+        reduced = {s.what: s.count for s in want if s.kind == "all_reduce"}
+        gathered = [s.what for s in want if s.kind == "all_gather"]
+        assert reduced["the target's layers"] == 2 * c.num_layers and reduced["the target's embedding"] == 1
+        assert plan.mode == "ar" or reduced["the drafter's layers"] == 2 * draft.config.num_layers
+        assert len(gathered) == 1 + (plan.mode != "ar") + bool(plan.ladder)  # one for each head; one more where a round reports
+
+
+def test_the_prefill_sends_as_little(eight):
+    target, draft = kimi("tp")
+    decoder = Decoder(target, draft, 2, 1024)
+    meta = dict(device="meta", dtype=torch.long)
+    with CommDebugMode() as counted:
+        decoder.prefill(torch.empty(2, 64, **meta), torch.empty(2, **meta), torch.empty(2, device="meta", dtype=torch.bool), torch.empty(2, **meta), Plan("ar", 0), 256)
+    assert counted.get_total_counts() == 2 * target.config.num_layers + 1 + 1 + 1  # layers; embedding, fc, and the gather of tokens
+
+
+def test_a_weight_that_no_table_names_is_an_error(eight):
+    target = on_meta(Transformer, real("deepseek_v2_lite"), torch.bfloat16)
+    target.layers[3].self_attn.extra = torch.nn.Linear(4, 4, device="meta")
+    with pytest.raises(AssertionError, match="do not agree"):
+        dividers("tp", None, "cpu")[0](target)
+
+
+def test_a_chunk_shrinks_with_its_context():
+    """Kimi-K2.6 on 8 ranks: the scores of a prefill stay below 1.5 GiB, whatever the context."""
+    rooms = [chunk_room(8, span, 2) for span in (0, 4096, 32768, 131072)]
+    assert rooms == sorted(rooms, reverse=True) and rooms[1] >= 8 * 256 and rooms[-1] >= 16
+    for span, room in zip((4096, 32768, 131072), rooms[1:]):
+        assert room * (span + 256) * score_bytes(8, 2) <= 3 << 29
