@@ -4,6 +4,7 @@
     python bench.py                  the same at concurrency 1, 4 and 16
     python bench.py --questions      and: (a) is the context read once? (b) what does a candidate cost? (c) what do compiled
                                      rounds bring? (d) what to pick?
+    python bench.py --trees          what building a tree costs where the vocabulary is large, from marginals and over conditionals
     python bench.py --random --config NAME --layers 2    layers of a real model's size with random weights, scaled to its full
                                      depth: what verification costs. It says nothing about acceptance
 
@@ -38,10 +39,10 @@ warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # befor
 import torch
 
 from chat import encode
-from checkpoint import UserError
-from costs import Reads, bench_random, compiled, copy_gb_s, cost, machine, now, progress, rounded, short, spread, table, timings, watching, weight_bytes
+from checkpoint import UserError, load_draft
+from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, now, progress, rounded, short, spread, table, timings, watching, weight_bytes
 from ddtree import CANDIDATES, build_tree
-from generate import BUNDLED, DTYPES, check_device, generate, load
+from generate import BUNDLED, DTYPES, check_device, generate, load, locate
 from model import chain
 from serve import MODES, need, prefill, span_for
 from show import exit_code
@@ -58,10 +59,11 @@ class Case(NamedTuple):
     budget: int = 32
     spine: bool = False
     compile: bool = False
+    other: str = ""         # the name of the second drafter, where it is that one that drafts
 
     def __str__(self) -> str:
         tree = f" {self.budget}" + (" spine" if self.spine else "") if self.mode == "ddtree" else ""
-        return self.mode + tree + (" compiled" if self.compile else "")
+        return self.mode + tree + (" compiled" if self.compile else "") + (f", {self.other}" if self.other else "")
 
 
 # Modes side by side, on real text
@@ -84,11 +86,12 @@ def repeated_4grams(tokens: list) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def cases_for(draft, args) -> list:
+def cases_for(draft, args, other: str = "") -> list:
     cases = [Case("ar")]
     if draft is not None:
         cases += [Case("dflash"), *(Case("ddtree", b) for b in args.budgets)]
         cases += [Case("ddtree", 32, True)] if 32 in args.budgets and draft.depths <= 32 else []
+        cases += [c._replace(other=other) for c in cases if other and c.mode != "ar" and not c.spine]
     return list(dict.fromkeys(c._replace(compile=args.compile) for c in cases))
 
 
@@ -118,14 +121,14 @@ def time_in_rounds(run: Callable) -> tuple:
         return run(), sum(spent)
 
 
-def compare(pair: tuple, prompts: list, cases: list, concurrency: int, temperature: float, args) -> list:
+def compare(pair: tuple, prompts: list, cases: list, concurrency: int, temperature: float, args, other=None) -> list:
     """Decodes all prompts in every case, interleaved: a row of numbers per case, the first one being the baseline. A row's
     `texts` are its tokens by prompt number."""
     (target, draft, _), rows = pair, {}
     # the last batch is filled from the start, so that all are full
     batches = [[i % len(prompts) for i in range(at, at + concurrency)] for at in range(0, len(prompts), concurrency)]
     def decode(case, batch, tokens=args.tokens):
-        return generate(target, None if case.mode == "ar" else draft, [prompts[i] for i in batch], case.mode, case.budget, tokens,
+        return generate(target, None if case.mode == "ar" else other if case.other else draft, [prompts[i] for i in batch], case.mode, case.budget, tokens,
                         temperature=temperature, seed=batch, spine=case.spine, compile=case.compile)
     for case in cases:  # a first run, not measured; one that is compiled meets all its spans here
         began = time.perf_counter()
@@ -177,14 +180,16 @@ def bench_text(args) -> dict:
     longest, context = max(map(len, prompts)) + args.tokens, pair[0].config.max_positions
     if longest > context:
         raise UserError(f"the longest prompt and {args.tokens} tokens are {longest}, the context holds {context}; lower --tokens")
-    cases, rows = cases_for(pair[1], args), []
+    name = Path(args.beside).name if args.beside else ""
+    other = load_draft(Path(args.beside), pair[0], args.device, DTYPES[args.dtype]) if name else None
+    cases, rows = cases_for(pair[1], args, name), []
     for concurrency in args.concurrency:
         for temperature in args.temperature:
-            rows += compare(pair, prompts, cases, concurrency, temperature, args)
+            rows += compare(pair, prompts, cases, concurrency, temperature, args, other)
             show_comparison(rows[-len(cases):], prompts, pair[2], args)
     report = {"modes": rows}
     if args.questions:
-        report["questions"] = answer_questions(pair, prompts, rows[:len(cases)], args)
+        report["questions"] = answer_questions(pair, prompts, [r for r in rows[:len(cases)] if not r["other"]], args)
     fastest = {(r["concurrency"], r["temperature"]): r for r in sorted(rows, key=lambda r: r["tok_s"]["median"])}
     report["pick"] = [{k: r[k] for k in ("concurrency", "temperature", "case", "tok_s", "ratio")} for _, r in sorted(fastest.items())]
     print("\n(d) what to pick")
@@ -282,6 +287,7 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--quick", action="store_true", help="concurrency 1 only")
     add("--questions", action="store_true", help="also what the context, a candidate and compilation cost")
     add("--random", action="store_true", help="layers of a real model's size, with random weights")
+    add("--trees", action="store_true", help="what building trees costs where the vocabulary is large")
     add("--config", metavar="NAME|FILE", help="with --random: a config.json, or a name in tests/configs")
     add("--layers", type=int, default=1, metavar="K", help="with --random: sparse layers to build (default 1)")
     add("--int4", action="store_true", help="with --random: packed experts")
@@ -289,6 +295,7 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--nodes", type=int, nargs="+", default=[1, 8, 16, 32, 64], metavar="N", help="with --random: default 1 8 16 32 64")
     add("--model", default=BUNDLED, metavar="PATH|ID", help="the target (default: the bundled one)")
     add("--draft", default="auto", metavar="PATH|ID", help="the drafter; none for ar alone; default auto: the folder draft beside the target's")
+    add("--beside", metavar="PATH", help="a second drafter, side by side (default: the folder draft-dflash beside the target's, with --draft auto)")
     add("--dtype", default="float32", choices=tuple(DTYPES))
     add("--device", default="cpu")
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the round")
@@ -311,15 +318,18 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         lowest = min(value) if isinstance(value, list) else value
         need(lowest is None or lowest >= least, f"{name} must be at least {least}, got {lowest}")
+    need(not (args.trees and args.random), "--trees and --random are two benches; run one at a time")
     need(args.random == (args.config is not None), "--random and --config go together: name the model whose layers to build")
     need(args.out is None or args.out.absolute().parent.is_dir(), f"{args.out} cannot be written: its folder does not exist")
     need(not args.capture or args.random and args.device.startswith("cuda"), "--capture goes with --random on a CUDA device")
     if args.threads:
         torch.set_num_threads(args.threads)
+    plain = locate(args.model, "none")[0].resolve().parent / "draft-dflash" if args.draft == "auto" and not (args.random or args.trees) else None
+    args.beside = args.beside or (plain if plain is not None and plain.is_dir() else None)
     check_device(args.device)
     report = {"machine": machine(args), "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
     print(", ".join(f"{k} {v}" for k, v in report["machine"].items()))
-    report |= bench_random(args) if args.random else bench_text(args)
+    report |= bench_trees(args) if args.trees else bench_random(args) if args.random else bench_text(args)
     line = json.dumps(rounded(report))
     if args.out:
         args.out.write_text(line + "\n")

@@ -11,6 +11,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Callable, Iterator
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import UserError, keep_packed, on_meta, parse_config, read_json
+from ddtree import CANDIDATES, candidate_tables, grow, ranked_tokens
+from draft import MarkovHead
 from generate import DTYPES
 from model import Config, MoE, Router, Transformer, attention_bias, chain
 from plan import workspace
@@ -237,3 +240,46 @@ def bench_random(args) -> dict:
             r["gb_s"], f"{r['of_copy']:.0%}"] for r in rows])
     print("Random weights route almost evenly; trained ones touch fewer experts. A draft must win more tokens/round than `x 1 node`.")
     return {"copy_gb_s": copy, "random": rows}
+
+
+# Building trees of a large vocabulary
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that operators make."""
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.bytes = max([self.bytes, *(t.nbytes for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, Tensor))])
+        return out
+
+
+@torch.no_grad()
+def bench_trees(args, depths: int = 7, vocab: int = 163840, rank: int = 256) -> dict:
+    """Milliseconds to rank the tokens, and to build whole trees from marginals and over a Markov head's conditionals: random values,
+    for the work does not depend on them. What conditionals cost more is bounded: they score prefixes x CANDIDATES pairs per depth."""
+    device, dtype, rows = torch.device(args.device), DTYPES[args.dtype], []
+    head = MarkovHead(SimpleNamespace(vocab_size=vocab, markov_rank=rank, markov_type="vanilla", hidden_size=1)).to(device, dtype)
+    def conditional(depth, before, ids):
+        return head(before, None, ids)
+    for B in args.concurrency:
+        marginals, root = torch.randn(B, depths, vocab, device=device, dtype=dtype), torch.zeros(B, dtype=torch.long, device=device)
+        for budget in args.budgets:
+            progress(f"batch {B}, budget {budget}")
+            tables = candidate_tables(depths, vocab, budget, device)
+            calls = {"rank": lambda: ranked_tokens(marginals, CANDIDATES), "marginals": lambda: grow(marginals, root, budget, tables=tables),
+                     "conditionals": lambda: grow(marginals, root, budget, conditional=conditional, candidates=CANDIDATES)}
+            calls = {name: compiled(call, args.compile) for name, call in calls.items()}
+            largest = {}
+            for name in ("rank", "conditionals"):
+                with Largest() as mode:
+                    ranked_tokens(marginals, CANDIDATES) if name == "rank" else grow(marginals, root, budget, conditional=conditional, candidates=CANDIDATES)
+                largest[name] = mode.bytes
+            times = timings(calls, device, args.repeats)
+            rows.append({"batch": B, "budget": budget, **{name: spread(ms) for name, ms in times.items()}, "largest": largest})
+    progress()
+    print(f"\nbuilding a tree: {depths} depths, {vocab} tokens, a Markov head of rank {rank}, {CANDIDATES} candidates; {args.dtype}; milliseconds")
+    table(["batch", "budget", "rank tokens", "from marginals", "over conditionals", "largest tensor, MB", "of ranking, MB"],
+          [[str(r["batch"]), str(r["budget"]), r["rank"], r["marginals"], r["conditionals"], r["largest"]["conditionals"] / 1e6,
+            r["largest"]["rank"] / 1e6] for r in rows])
+    return {"trees": rows}

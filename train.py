@@ -49,7 +49,7 @@ LOG_EVERY = 10     # steps between lines of the curve
 
 # The losses
 
-GAMMA, ALPHA = 4.0, 0.5  # how fast depths lose weight; how far D-PACE smooths the drafter's confidence
+ALPHA = 0.5  # how far D-PACE smooths the drafter's confidence
 
 
 @torch.no_grad()
@@ -82,14 +82,14 @@ def rows_of(ids: Tensor) -> Tensor:
 class DraftLoss(nn.Module):
     """The loss as a module, which is what DistributedDataParallel wraps."""
 
-    def __init__(self, draft: Drafter, head: nn.Module, kind: str):
+    def __init__(self, draft: Drafter, head: nn.Module, kind: str, gamma: float = 4.0):
         super().__init__()
-        self.draft, self.kind, self.heads = draft, kind, [head]  # in a list: the target's head is no part of what is trained
+        self.draft, self.kind, self.gamma, self.heads = draft, kind, gamma, [head]  # in a list: the target's head is no part of what is trained
 
     def forward(self, taps: Tensor, last: Tensor, ids: Tensor, end: Tensor, temperature: Tensor, anchors: Tensor, valid: Tensor) -> Tensor:
         """The sum over blocks of the weighted distances of their depths; last (B, T, h) is what the target's head reads.
 
-        ce    -log q(the text's token), depth j weighted by exp(-(j - 1) / GAMMA): what is behind a rejected draft is worth little
+        ce    -log q(the text's token), depth j weighted by exp(-(j - 1) / gamma): what is behind a rejected draft is worth little
         soft  KL(p || q), p what the target says at the text's temperature (its token, where that is 0), the same weights
         dpace -log q weighted by w_j = Σ_{m>=j} Π_{i<=m} q̃_i, q̃ = (1 - ALPHA) q + ALPHA: where the drafter stands, the gradient of the
               drafts it expects to have accepted (D-PACE)"""
@@ -107,13 +107,13 @@ class DraftLoss(nn.Module):
             distance = (torch.special.xlogy(p, p) - p * logq).sum(-1)
         else:
             distance = -logq.gather(-1, label.unsqueeze(-1)).squeeze(-1)                 # (B, M, D)
-        return (distance * weights(distance, counts, self.kind)).sum()
+        return (distance * weights(distance, counts, self.kind, self.gamma)).sum()
 
 
-def weights(distance: Tensor, counts: Tensor, kind: str) -> Tensor:
+def weights(distance: Tensor, counts: Tensor, kind: str, gamma: float) -> Tensor:
     """distance, counts (B, M, D) -> what each depth counts, 0 where there is no label. Of ce and soft they add up to 1 in a whole block."""
     if kind != "dpace":
-        weight = torch.exp(-torch.arange(distance.shape[-1], device=distance.device) / GAMMA)
+        weight = torch.exp(-torch.arange(distance.shape[-1], device=distance.device) / gamma)
         return counts * (weight / weight.sum())
     q = (1 - ALPHA) * torch.exp(-distance.detach()) + ALPHA
     reached = (q * counts).cumprod(-1)                                                   # all up to m accepted
@@ -274,7 +274,7 @@ def train_draft(args, ranks: Ranks, device: str) -> None:
         draft.load_state_dict(state["model"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
         start, smooth = state["step"], state["loss"]
-    model = DraftLoss(draft, target.lm_head, args.loss)
+    model = DraftLoss(draft, target.lm_head, args.loss, args.gamma)
     if ranks.world > 1:
         model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     model = torch.compile(model, dynamic=False) if args.compile else model
@@ -314,7 +314,7 @@ def train_draft(args, ranks: Ranks, device: str) -> None:
 
 # The command line
 
-FIXED = ("target", "data", "init", "layers", "block", "slots", "taps", "markov_rank", "markov_type", "loss", "anchors", "seq_len", "batch", "lr",
+FIXED = ("target", "data", "init", "layers", "block", "slots", "taps", "markov_rank", "markov_type", "loss", "gamma", "anchors", "seq_len", "batch", "lr",
          "steps", "seed", "held_out", "temperature", "dtype")  # a run that is resumed must have them as it began
 SHAPES = ("layers", "block", "slots", "taps", "mask_id", "heads", "kv_heads", "head_dim", "ffn")  # what --init brings
 
@@ -334,8 +334,8 @@ def check_arguments(args, ranks: Ranks) -> None:
         raise UserError(f"--batch {args.batch} cannot be divided over {ranks.world} processes")
     if not args.anchors < args.seq_len:
         raise UserError(f"--anchors must be less than --seq-len {args.seq_len}, got {args.anchors}")
-    if min(args.markov_rank, args.held_out) < 0 or not 0 < args.lr < math.inf or any(not 0 <= t < math.inf for t in args.temperature):
-        raise UserError("--markov-rank, --held-out and --temperature must not be negative, and --lr must be a positive number")
+    if min(args.markov_rank, args.held_out) < 0 or not (0 < args.lr < math.inf and 0 < args.gamma < math.inf) or any(not 0 <= t < math.inf for t in args.temperature):
+        raise UserError("--markov-rank, --held-out and --temperature must not be negative, and --lr and --gamma must be positive numbers")
 
 
 def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
@@ -360,6 +360,7 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--markov-rank", type=int, default=128, help="rank of the Markov head; 0 for none (default 128)")
     add("--markov-type", choices=("vanilla", "gated"), default="vanilla")
     add("--loss", choices=("ce", "soft", "dpace"), default="soft", help="see DraftLoss (default soft)")
+    add("--gamma", type=float, default=4.0, help="of ce and soft: how slowly later depths lose weight (default 4)")
     add("--anchors", type=int, default=48, help="blocks per text and step (default 48)")
     add("--seq-len", type=int, default=256, help="tokens of a text, prompt included (default 256)")
     add("--batch", type=int, default=32, help="texts per step, of all processes together (default 32)")

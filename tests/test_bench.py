@@ -1,10 +1,13 @@
 """The bench on a tiny pair: what it counts is right, and what it prints can be read by a program. No time is judged."""
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import bench
+import costs
 from costs import short, spread
 from generate import load
 from helpers import GOLDEN, golden_draft, golden_target, write
@@ -106,3 +109,24 @@ def test_user_errors(argv, message, capsys):
     assert bench.main(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_trees_of_a_large_vocabulary(capsys, monkeypatch):
+    """Over conditionals nothing larger is made than what ranking the tokens takes: no tensor of all prefixes by all tokens."""
+    monkeypatch.setattr(bench, "bench_trees", lambda args: costs.bench_trees(args, 5, 2000, 8))
+    rows = report(capsys, "--trees", "--concurrency", "1", "2", "--budgets", "4", "32", "--repeats", "2")["trees"]
+    assert [(r["batch"], r["budget"]) for r in rows] == [(1, 4), (1, 32), (2, 4), (2, 32)]
+    for r in rows:
+        assert r["largest"]["rank"] == r["batch"] * 5 * 2000 * 8 >= r["largest"]["conditionals"]
+        assert r["rank"]["median"] > 0 and r["conditionals"]["median"] > 0
+
+
+def test_a_second_drafter_side_by_side(folder, capsys):
+    """draft-dflash beside the target is benched along, by its name; its rows carry no spine."""
+    write(Path(folder).parent / "draft-dflash", *golden_draft("yarn_b8"))
+    try:
+        rows = report(capsys, "--model", folder, "--concurrency", "1", "--temperature", "0", *SMALL)["modes"]
+    finally:
+        shutil.rmtree(Path(folder).parent / "draft-dflash")
+    assert [r["case"] for r in rows] == ["ar", "dflash", "ddtree 5", "dflash, draft-dflash", "ddtree 5, draft-dflash"]
+    assert all(r["differs"] == 0 for r in rows)

@@ -356,7 +356,7 @@ def test_a_quantized_target(data, target, tmp_path):
 
 @pytest.mark.parametrize("flags, says", (
     (("--anchors", 48), "--anchors must be less than --seq-len"), (("--layers", 0), "--layers must be at least 1"),
-    (("--lr", -1), "--lr must be a positive number"), (("--loss", "l2"), "invalid choice"), (("--taps", 3), "taps the last layer"),
+    (("--lr", -1), "--lr and --gamma must be positive numbers"), (("--loss", "l2"), "invalid choice"), (("--taps", 3), "taps the last layer"),
     (("--taps", 1, 1), "distinct"), (("--mask-id", 999), "its mask id is 999, the embedding has 258 rows"), (("--block", 1), "block_size must be at least 2"),
     (("--held-out", 99), "of the 99 to hold out"), (("--device", "nope"), "device 'nope' cannot be used")))
 def test_bad_arguments(flags, says, target, data, tmp_path, capsys):
