@@ -112,7 +112,7 @@ def record(result: Result, e: Event, seconds: float) -> None:
 # The loop
 
 def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, batch: int, mode: str, budget: int, spine: bool,
-               compile: bool) -> tuple:
+               compile: bool, progress: Callable = lambda text: None) -> tuple:
     """A Decoder of `batch` slots that hold the largest of the requests, and the Plan of its rounds."""
     context = target.config.max_positions
     most = max(min(len(r.tokens) + r.max_new_tokens, context) for r in requests)
@@ -122,7 +122,9 @@ def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, ba
     plan = Plan(mode, budget, spine, bool(hot), any(r.top_k > 0 or r.top_p < 1 for r in hot))
     decoder.prepare(plan)
     if compile:
-        decoder.compile()
+        decoder.compile(progress)
+        spans = {span_for(n, decoder.slots, decoder.least_span) for n in range(min(len(r.tokens) for r in requests) + 1, most + 1)}
+        decoder.warm(plan, sorted(spans))
     return decoder, plan
 
 
@@ -193,7 +195,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         if resting:
             decoder.active[torch.tensor(sorted(resting), device=device)] = False
             resting.clear()
-        span = span_for(max(rows[s].total for s in decoding), decoder.slots)
+        span = span_for(max(rows[s].total for s in decoding), decoder.slots, decoder.least_span)
         turn = plan if choose is None else agree(choose(state._replace(rows=len(decoding), span=span)))._replace(sampled=plan.sampled, filtered=plan.filtered)
         if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
             turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
@@ -230,7 +232,7 @@ def read_chunk(decoder: Decoder, rows: list, reading: list, room: int, plan: Pla
     tokens = [rows[s].request.tokens[at:at + n] + [0] * (T - n) if n else [0] * T for s, at, n in zip(slots, start, counts)]
     last = [n > 0 and rows[s].left == n for s, n in zip(slots, counts)]
     roots = decoder.feed(torch.tensor(tokens, device=device), torch.tensor(counts, device=device), torch.tensor(last, device=device),
-                         torch.tensor(slots, device=device), Plan("ar", 0, False, plan.sampled, plan.filtered), span_for(max(start), decoder.slots))
+                         torch.tensor(slots, device=device), Plan("ar", 0, False, plan.sampled, plan.filtered), span_for(max(start), decoder.slots, decoder.least_span))
     for s, n in zip(slots, counts):
         if n:
             rows[s].read += n
@@ -254,9 +256,9 @@ def rung(n: int, least: int) -> int:
     return least if n <= least else rung(n, 4 * least)
 
 
-def span_for(length: int, slots: int) -> int:
+def span_for(length: int, slots: int, least: int = 64) -> int:
     """How many cache slots to attend for `length` committed tokens: none, or a power of two, at most the whole cache."""
-    return min(bucket(length, 64), slots) if length else 0
+    return min(bucket(length, least), slots) if length else 0
 
 
 # What cannot be served
