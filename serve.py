@@ -136,7 +136,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     the plan and the requests so far: asking each round for less would cost a graph.) Where ranks share the models, rank 0 chooses and
     cancels for all; requests and until must be the same on all. stop_ids end a text and are not emitted.
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
-    of prompts read while nothing decodes."""
+    of prompts read while nothing decodes. UserError on a prompt that the slots cannot hold."""
     B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), Usage() if usage is None else usage
     queue, rows, resting, state = enumerate(requests), [None] * B, set(), State(0, 0, None, [], 0.0)
     usage.slots = B
@@ -170,8 +170,12 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         fresh = []
         for slot in [s for s in range(B) if rows[s] is None]:
             number, request = next(queue, (0, None))
+            while request is not None and request.cancelled:
+                yield Event(number, [], 0, "cancelled", False)
+                number, request = next(queue, (0, None))
             if request is None:
                 break
+            check_prompt(request.tokens, f"prompt {number}", decoder.slots, decoder.target.config.vocab_size)
             rows[slot] = Row(number, request, min(len(request.tokens) + request.max_new_tokens, decoder.slots), len(request.tokens))
             fresh.append((slot, request))
         if not any(rows):
