@@ -211,9 +211,10 @@ def serve_file(file: PromptFile, decoder: Decoder, plan: Plan, tokenizer, stop_i
                 progress(figures())
     except KeyboardInterrupt:
         interrupted = True
-    progress("")
+    finally:
+        code = file.close()
+        progress("")
     wrong = f", {file.wrong} lines could not be served" if file.wrong else ""
     print(f"{'interrupted; ' if interrupted else ''}{plan.mode}: {figures()}, {usage.rounds} rounds with {usage.busy:.0%} of {usage.slots} slots busy, "
           f"{time.perf_counter() - began:.1f} s{wrong}", file=sys.stderr)
-    code = file.close()
     return 130 if interrupted else code
