@@ -250,7 +250,7 @@ def test_files_that_cannot_be_used_are_refused(pair, file, tmp_path):
 
 @pytest.mark.parametrize("args, says", [
     (["--prompt", "x"], "leave --prompt out"), (["--tree"], "leave --tree out"), (["--check", "--color"], "leave --check, --color out"), (["--messages", "m.json"], "leave --messages out"),
-    (["--batch", "0"], "batch must be at least 1"), (["--batch", "-3"], "batch"), (["--tp", "2"], "--plan"), (["--budget", "0"], "budget"), (["--max-new-tokens", "0"], "max-new-tokens")])
+    (["--batch", "0"], "batch must be at least 1"), (["--batch", "-3"], "batch"), (["--context", "9"], "--plan"), (["--budget", "0"], "budget"), (["--max-new-tokens", "0"], "max-new-tokens")])
 def test_flags_that_do_not_go_with_a_file(pair, file, args, says):
     refused(*run("--model", pair / "target", "--prompts", file, *args), says)
 
