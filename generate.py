@@ -3,7 +3,8 @@
     python generate.py --prompt "def merge_sort(items):"
 
 Three ways to decode, one text: `ar` one token per forward, `dflash` a chain of drafts, `ddtree` a tree of drafts. Greedy or
-seeded, all three emit the same tokens; they differ in how many forwards of the target it takes. (In bf16 and fp16 a forward of
+seeded, all three emit the same tokens; they differ in how many forwards of the target it takes, and `auto` picks among them
+round by round. (In bf16 and fp16 a forward of
 many nodes rounds differently from a forward of one, so near ties may fall the other way.)
 """
 import argparse
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Callable, Iterator, Optional, Union
@@ -19,6 +21,7 @@ from typing import Callable, Iterator, Optional, Union
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 
+from auto import ladder
 from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
 from checkpoint import WANTED, UserError, open_draft, open_target, parse_config, read_config, resolve
 from draft import Drafter
@@ -27,7 +30,7 @@ from model import Config, Transformer
 from plan import check_fits, memory_plan, table
 from prompts import PromptFile, open_file, serve_file
 from ranks import agree
-from serve import (BATCH, CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill,
+from serve import (BATCH, BUDGET, CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill,
                    record, serve)
 from show import DIM, RESET, Screen, draw_tree, exit_code, node_probabilities, summary
 from verify import Decoder, Plan
@@ -79,7 +82,7 @@ def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: 
     return target, drafter and read_draft(target, device, divide[1])
 
 
-def generate(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
+def generate(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "auto", budget: Optional[int] = None,
              max_new_tokens: int = 128, **settings) -> list:
     """prompts: lists of token ids, ragged -> a Result per prompt. The settings are those of `rounds`."""
     results, began = [Result() for _ in prompts], time.perf_counter()
@@ -93,12 +96,15 @@ def stream(*args, **settings) -> Iterator[tuple]:
     return ((e.number, e.tokens) for e in rounds(*args, **settings) if e.tokens)
 
 
-def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "ddtree", budget: int = 32,
+def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "auto", budget: Optional[int] = None,
            max_new_tokens: int = 128, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
            seed: Union[int, list] = 0, stop_ids: tuple = (), compile: bool = False, spine: bool = SPINE,
-           until: Optional[Callable] = None, progress: Callable = lambda text: None) -> Iterator[Event]:
+           until: Optional[Callable] = None, progress: Callable = lambda text: None,
+           controller: Callable = lambda auto: None) -> Iterator[Event]:
     """Decodes all prompts as one batch and yields an Event per row and round.
 
+    mode: one of MODES; auto is plain decode where there is no drafter, and else measures what rounds cost here (once: auto.py) and
+    picks. controller(auto) gets the Auto that does. budget: drafted nodes of a ddtree (None: 32), the most of them for auto (None: 64).
     seed: one for all rows, or one per prompt. stop_ids end a row and are not emitted. until(row, tokens) may end a row
     too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears of the prefill.
     UserError on arguments out of range."""
@@ -107,8 +113,14 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
     check_prompts(prompts, target.config.max_positions, target.config.vocab_size)
     seeds = [seed] * len(prompts) if isinstance(seed, int) else seed
     requests = [Request(p, max_new_tokens, temperature, top_p, top_k, s) for p, s in zip(prompts, seeds)]
-    decoder, plan = open_batch(target, draft, requests, len(prompts), mode, budget, spine, compile, progress)
-    yield from serve(decoder, requests, plan, None, stop_ids, until, progress)
+    decoder, plan, pilot = open_batch(target, draft, requests, len(prompts), mode, budget, spine, compile, progress)
+    if pilot is not None:
+        controller(pilot.auto)
+    try:
+        yield from serve(decoder, requests, plan, pilot, stop_ids, until, progress)
+    finally:
+        if pilot is not None:
+            pilot.keep()
 
 
 # The command line
@@ -127,8 +139,8 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--out", type=Path, metavar="FILE.jsonl", help="--prompts: where results go; what is there already is not done again (default: stdout)")
     add("--model", default=BUNDLED, metavar="PATH|ID", help="the target: a folder or a hub id (default: the bundled one)")
     add("--draft", default="auto", metavar="PATH|ID", help="the drafter; none for plain decode; default auto: the folder draft beside the target's")
-    add("--mode", choices=MODES, help="how to decode (default ddtree; ar where there is no drafter)")
-    add("--budget", type=int, default=32, help="drafted nodes of a ddtree round (default 32)")
+    add("--mode", choices=MODES, help="how to decode (default auto: whatever is fastest, round by round; ar where there is no drafter)")
+    add("--budget", type=int, help="drafted nodes of a ddtree round (default 32), the most of them for auto (default 64)")
     add("--spine", action=argparse.BooleanOptionalAction, default=SPINE, help="put the whole top-1 chain into every tree first")
     add("--max-new-tokens", type=int, default=128, metavar="N")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -150,13 +162,12 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--timeout", type=float, default=120, metavar="S", help="seconds after which a rank that keeps the others waiting ends the launch (default 120)")
     add("--device", default="cpu")
     add("--dtype", choices=tuple(DTYPES), help="default float32 on the CPU, bfloat16 elsewhere")
-    add("--compile", action=argparse.BooleanOptionalAction, help="compile rounds and prefill (default: on a GPU; the first use takes minutes, then a cache serves)")
+    add("--compile", action="store_true", help="compile the round")
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, accepted per round, timings, finish")
     add("--color", action="store_true", help="accepted drafts in green, the target's own tokens in yellow")
     add("--check", action="store_true", help="decode with ar too; fail unless the tokens are identical")
     add("--tree", type=int, nargs="?", const=1, metavar="K", help="draw the tree of round K (default 1) of the first prompt, and stop")
     args = parser.parse_args(argv)
-    args.compile = args.device.split(":")[0] == "cuda" if args.compile is None else args.compile
     args.dtype = args.dtype or ("float32" if args.device.split(":")[0] == "cpu" and not args.plan else "bfloat16")
     return args
 
@@ -165,9 +176,10 @@ def print_plan(args: argparse.Namespace) -> None:
     """The memory plan of --model and --draft; of a hub id, nothing but config.json is fetched."""
     folder, draft_folder = locate(args.model, args.draft, ("config.json",))
     config, draft = read_config(folder), draft_folder and read_config(draft_folder)
-    need(1 <= args.budget <= 4096, f"budget must be between 1 and 4096, got {args.budget}")
+    budget = BUDGET if args.budget is None else args.budget
+    need(1 <= budget <= 4096, f"budget must be between 1 and 4096, got {budget}")
     context = args.context if args.context is not None else min(4096, parse_config(Config, config, folder / "config.json").max_positions)
-    print(table(memory_plan(config, draft, context, 1 if args.batch is None else args.batch, args.tp, args.budget, CHUNK, DTYPES[args.dtype],
+    print(table(memory_plan(config, draft, context, 1 if args.batch is None else args.batch, args.tp, budget, CHUNK, DTYPES[args.dtype],
                             args.experts), args.tp))
 
 
@@ -176,8 +188,14 @@ def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
     folder, draft_folder = locate(args.model, args.draft)
     there = torch.cuda.mem_get_info(args.device)[0] if args.device.startswith("cuda") else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     there //= args.tp if args.device == "cpu" else 1  # its ranks share the host's memory
-    plan = check_fits(there, read_config(folder), draft_folder and read_config(draft_folder), context, batch, args.tp,
-                      budget=args.budget, chunk=CHUNK, dtype=DTYPES[args.dtype], experts=args.experts)
+    config, draft, more = read_config(folder), draft_folder and read_config(draft_folder), dict(chunk=CHUNK, dtype=DTYPES[args.dtype], experts=args.experts)
+    budget = args.budget or BUDGET
+    if args.mode == "auto" and draft is not None:  # the widest tree that fits is the most auto may pick
+        widths = ladder(args.budget, args.compile)
+        while len(widths) > 1 and memory_plan(config, draft, context, batch, args.tp, widths[-1], **more)["total"] > there:
+            widths = widths[:-1]
+        budget = args.budget = widths[-1]
+    plan = check_fits(there, config, draft, context, batch, args.tp, budget=budget, **more)
     caches = plan["target latents"] + plan.get("drafter K/V", 0)
     print(f"memory: {(plan['total'] - caches - plan['workspace']) / 1e9:.3f} GB of weights, {caches / 1e9:.3f} GB of caches, "
           f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there" + f", for each of {args.tp} ranks" * (args.tp > 1), file=sys.stderr)
@@ -185,7 +203,7 @@ def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
 
 def check_last(args: argparse.Namespace, draft: Optional[Drafter], requests: list, slots: int, config: Config) -> None:
     """What only the drafter's config decides, then memory: nothing is read before."""
-    check_pair_for(args.mode or ("ar" if draft is None else "ddtree"), args.budget, args.spine, draft)
+    check_pair_for("ar" if args.mode == "auto" and draft is None else args.mode, args.budget, args.spine, draft)
     room = config.max_positions - len(requests[0].tokens) - 1
     need(args.tree is None or args.tree <= room, f"the context ends before round {args.tree}; ask for one up to {room}")
     check_memory(args, min(max(len(r.tokens) + r.max_new_tokens for r in requests), config.max_positions), slots)
@@ -260,7 +278,7 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
             return tree, score
     decoder = Watching(target, draft, 1, min(len(prompt) + (number + 1) * (draft.depths + 1), target.config.max_positions))
     decoder.enter([0], [(decoder.slots, args.seed, args.temperature, args.top_k, args.top_p)])
-    plan = Plan(args.mode, args.budget, args.spine, args.temperature > 0, args.top_k > 0 or args.top_p < 1)
+    plan = Plan(args.mode, args.budget or BUDGET, args.spine, args.temperature > 0, args.top_k > 0 or args.top_p < 1)
     decoder.prepare(plan)
     prefill(decoder, [prompt], plan)
     for _ in range(number):
@@ -285,15 +303,18 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     args.device = launch.join(args.tp, args.device, args.timeout)
     texts = agree(read_chats(args) if args.prompts is None and launch.rank == 0 else [])  # there is one stdin
     folder, draft_folder = locate(args.model, args.draft)
-    need(args.mode in (None, "ar") or draft_folder is not None, f"mode {args.mode} needs a drafter and there is none; pass --draft, or use --mode ar")
-    if args.tree is not None and (args.mode == "ar" or draft_folder is None or args.tree < 1):
-        raise UserError(f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {'ar' if draft_folder is None else args.mode or 'ddtree'}")
+    missed = draft_folder is None and args.mode is None and args.draft != "none"
+    if args.mode is None:  # a spine, and a drawing, are a ddtree's
+        args.mode = "ar" if draft_folder is None else "ddtree" if args.spine or args.tree is not None else "auto"
+    need(args.mode in ("ar", "auto") or draft_folder is not None, f"mode {args.mode} needs a drafter and there is none; pass --draft, or use --mode ar")
+    need(args.tree is None or args.mode in ("dflash", "ddtree") and args.tree >= 1,
+         f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {args.mode}")
     check_device(args.device)
     tokenizer, config = load_tokenizer(folder), parse_config(Config, read_config(folder), folder / "config.json")
     def encoded(text: Union[str, list]) -> list:
         return encode(tokenizer, text) if isinstance(text, str) else encode_chat(tokenizer, folder, text)
     # whatever can be known to fail is said before weights are read
-    check_settings(args.mode or "ddtree", args.budget, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, 1)
+    check_settings(args.mode, args.budget, args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed, 1)
     default = Request([], args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed)
     file = None
     if args.prompts:
@@ -310,19 +331,16 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     target, draft = load_models(folder, draft_folder, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
                                 args.experts, checked=lambda draft: check_last(args, draft, requests, slots, config))
     launch.ready()
-    if args.mode is None:
-        args.mode = "ddtree" if draft is not None else "ar"
-        if draft is None and args.draft != "none":
-            print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)
+    if missed:
+        print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)
     stops = read_stop_ids(folder, target.config, tokenizer)
     def progress(text: str) -> None:
-        kept = text.startswith("compiled ")  # how long each graph took stays to be read
-        if kept or sys.stderr.isatty():
-            print(("\r\033[K" if sys.stderr.isatty() else "") + text, end="\n" if kept else "", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     if file:
-        decoder, plan = open_batch(target, draft, requests, slots, args.mode, args.budget, args.spine, args.compile, progress)
-        return serve_file(file, decoder, plan, tokenizer, stops, progress)
+        decoder, plan, pilot = open_batch(target, draft, requests, slots, args.mode, args.budget, args.spine, args.compile, progress)
+        return serve_file(file, decoder, plan, tokenizer, stops, progress, pilot)
     settings = dict(budget=args.budget, max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p,
                     top_k=args.top_k, seed=args.seed, stop_ids=stops, spine=args.spine, compile=args.compile)
     if args.tree is not None:
@@ -330,9 +348,9 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
         return 0
     live = len(prompts) == 1 and not args.json
     screen, results, began = Screen(tokenizer, len(prompts), tuple(args.stop), live, args.color), [Result() for _ in prompts], time.perf_counter()
-    interrupted = False
+    interrupted, autos = False, []
     try:
-        for e in rounds(target, draft, prompts, args.mode, until=screen.until, progress=progress, **settings):
+        for e in rounds(target, draft, prompts, args.mode, until=screen.until, progress=progress, controller=autos.append, **settings):
             record(results[e.number], e, time.perf_counter() - began)
             if live and e.prefill:
                 progress(f"{DIM}{texts[0]}{RESET}" if isinstance(texts[0], str) and sys.stdout.isatty() else "")
@@ -350,10 +368,10 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     for i, (r, s) in enumerate(zip(results, screen.streams)):
         if args.json:
             print(json.dumps({"prompt": texts[i], "text": s.text, "tokens": r.tokens, "accepted": r.accepted, "finish": r.finish or "interrupted",
-                              "mode": args.mode, "first_token_s": round(r.first_token, 6), "seconds": round(r.seconds, 6)}), flush=True)
+                              "mode": args.mode, "rounds": dict(Counter(r.modes)), "why": autos[0].why() if autos else None, "first_token_s": round(r.first_token, 6), "seconds": round(r.seconds, 6)}), flush=True)
         elif not live:
             print(f"--- prompt {i}: {texts[i]!r}\n{screen.painted[i]}", flush=True)
-    print(("interrupted; " if interrupted else "") + summary(args.mode, results, seconds), file=sys.stderr)
+    print(("interrupted; " if interrupted else "") + summary(args.mode, results, seconds) + (f"; {autos[0].summary()}" if autos else ""), file=sys.stderr)
     if interrupted:
         return 130
     if args.check:

@@ -9,10 +9,12 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple, Optional, Union
 
+from auto import Pilot
 from chat import check_messages
 from checkpoint import UserError
 from model import Config
@@ -192,12 +194,12 @@ def answers(tasks: list, decoder: Decoder, plan: Plan, tokenizer, stop_ids: tupl
         if stream is not None:
             stream.flush()
         text = tokenizer.decode(r.tokens, skip_special_tokens=False) if stream is None else stream.text
-        yield {"id": tasks[e.number].id, "text": text, "tokens": r.tokens, "accepted": r.accepted, "finish": r.finish, "mode": plan.mode,
-               "first_token_s": round(r.first_token, 6), "seconds": round(r.seconds, 6)}
+        yield {"id": tasks[e.number].id, "text": text, "tokens": r.tokens, "accepted": r.accepted, "finish": r.finish, "mode": "auto" if choose else plan.mode,
+               "rounds": dict(Counter(r.modes)), "first_token_s": round(r.first_token, 6), "seconds": round(r.seconds, 6)}
 
 
-def serve_file(file: PromptFile, decoder: Decoder, plan: Plan, tokenizer, stop_ids: tuple, progress: Callable, choose: Optional[Callable] = None) -> int:
-    """Serves a file to its end; progress(text) hears how far it is. Returns the exit code: 130 on Ctrl-C, which keeps all that is done."""
+def serve_file(file: PromptFile, decoder: Decoder, plan: Plan, tokenizer, stop_ids: tuple, progress: Callable, choose: Optional[Pilot] = None) -> int:
+    """Serves a file to its end; progress(text) hears how far it is. choose: of mode auto. Returns the exit code: 130 on Ctrl-C, which keeps all that is done."""
     usage, done, began, shown, interrupted = Usage(), 0, time.perf_counter(), 0.0, False
     def figures() -> str:
         seconds = time.perf_counter() - began
@@ -211,10 +213,11 @@ def serve_file(file: PromptFile, decoder: Decoder, plan: Plan, tokenizer, stop_i
                 progress(figures())
     except KeyboardInterrupt:
         interrupted = True
-    finally:
-        code = file.close()
-        progress("")
+    progress("")
+    if choose is not None:
+        choose.keep()
     wrong = f", {file.wrong} lines could not be served" if file.wrong else ""
-    print(f"{'interrupted; ' if interrupted else ''}{plan.mode}: {figures()}, {usage.rounds} rounds with {usage.busy:.0%} of {usage.slots} slots busy, "
-          f"{time.perf_counter() - began:.1f} s{wrong}", file=sys.stderr)
+    print(f"{'interrupted; ' if interrupted else ''}{'auto' if choose else plan.mode}: {figures()}, {usage.rounds} rounds with {usage.busy:.0%} of {usage.slots} slots busy, "
+          f"{time.perf_counter() - began:.1f} s{wrong}{f'; {choose.auto.summary()}' if choose else ''}", file=sys.stderr)
+    code = file.close()
     return 130 if interrupted else code

@@ -93,8 +93,6 @@ def traffic(config, draft, plan, batch: int, size: int, item: int, block: Option
         sent += [Collective("the drafter's embedding", "all_reduce", 1, batch * b * h),
                  Collective("the drafter's layers", "all_reduce", 2 * draft.num_layers, batch * b * h),
                  Collective("draft candidates", "all_gather", 1, batch * D * (chain if plan.mode == "dflash" else tree))]
-        if plan.ladder:
-            sent += [Collective("the chain to report on", "all_gather", 1, batch * D * chain)]
     logits = -(-config.vocab_size // size) * item
     sent += [Collective("the target's embedding", "all_reduce", 1, batch * nodes * h),
              Collective("the target's layers", "all_reduce", 2 * config.num_layers, batch * nodes * h),

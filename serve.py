@@ -12,6 +12,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple, Optional
 
 import torch
 
+from auto import RING, start
 from checkpoint import UserError
 from draft import Drafter
 from model import Transformer
@@ -19,9 +20,10 @@ from plan import chunk_room
 from ranks import agree
 from verify import Decoder, Plan
 
-MODES = ("ar", "dflash", "ddtree")
+MODES = ("auto", "ar", "dflash", "ddtree")
 SPINE = False   # the default tree: see the README's table of the two shapes
 BATCH = 16      # slots for a file of prompts
+BUDGET = 32     # drafted nodes of a ddtree round
 CHUNK = 256     # prompt tokens of a row per prefill forward, and of all rows together while most slots decode
 
 
@@ -39,9 +41,11 @@ class Request:
 
 @dataclass
 class Result:
-    """tokens: generated ids, a stop id not included. accepted: accepted drafts among the tokens each round emitted."""
+    """tokens: generated ids, a stop id not included. accepted: accepted drafts among the tokens each round emitted. modes: what each
+    round was: "ar", "dflash", "ddtree 8"."""
     tokens: list = field(default_factory=list)
     accepted: list = field(default_factory=list)
+    modes: list = field(default_factory=list)
     finish: str = ""            # "stop", "length" or "cancelled"
     first_token: float = 0.0    # seconds from the start to this text's first token
     seconds: float = 0.0        # to its end
@@ -54,6 +58,7 @@ class Event(NamedTuple):
     drafts: int                 # how many of the tokens are accepted drafts: the first ones
     finish: str                 # "" while it goes on
     prefill: bool
+    mode: str = ""              # what the round was: Plan.name
 
 
 @dataclass
@@ -107,25 +112,30 @@ def record(result: Result, e: Event, seconds: float) -> None:
         result.first_token = seconds
     elif e.finish != "cancelled":
         result.accepted.append(e.drafts)
+        result.modes.append(e.mode)
 
 
 # The loop
 
-def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, batch: int, mode: str, budget: int, spine: bool,
+def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, batch: int, mode: str, budget: Optional[int], spine: bool,
                compile: bool, progress: Callable = lambda text: None) -> tuple:
-    """A Decoder of `batch` slots that hold the largest of the requests, and the Plan of its rounds."""
+    """A Decoder of `batch` slots that hold the largest of the requests, the Plan of its rounds, and of mode auto the Pilot that
+    chooses other ones (else None). progress(text) hears when rounds have to be measured first."""
+    mode = "ar" if draft is None else mode
     context = target.config.max_positions
     most = max(min(len(r.tokens) + r.max_new_tokens, context) for r in requests)
     # slots in powers of two: with whole buckets a second call finds the graphs of the first
-    decoder = Decoder(target, None if mode == "ar" else draft, batch, min(bucket(most, 256), context) if compile else most)
+    decoder = Decoder(target, None if mode == "ar" else draft, batch, min(bucket(most, 256), context) if compile else most,
+                      RING if mode == "auto" else 0)
     hot = [r for r in requests if r.temperature > 0]
-    plan = Plan(mode, budget, spine, bool(hot), any(r.top_k > 0 or r.top_p < 1 for r in hot))
+    plan = Plan("ar" if mode == "auto" else mode, budget or BUDGET, spine, bool(hot), any(r.top_k > 0 or r.top_p < 1 for r in hot))
     decoder.prepare(plan)
     if compile:
-        decoder.compile(progress)
-        spans = {span_for(n, decoder.slots, decoder.least_span) for n in range(min(len(r.tokens) for r in requests) + 1, most + 1)}
-        decoder.warm(plan, sorted(spans))
-    return decoder, plan
+        decoder.compile()
+    if mode != "auto":
+        return decoder, plan, None
+    typical = max(len(r.tokens) + r.max_new_tokens // 2 for r in requests)
+    return decoder, plan, start(decoder, plan, budget, span_for(min(typical, decoder.slots), decoder.slots), progress)
 
 
 def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Optional[Callable[[State], Plan]] = None, stop_ids: tuple = (),
@@ -136,7 +146,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     the plan and the requests so far: asking each round for less would cost a graph.) Where ranks share the models, rank 0 chooses and
     cancels for all; requests and until must be the same on all. stop_ids end a text and are not emitted.
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
-    of prompts read while nothing decodes. UserError on a prompt that the slots cannot hold."""
+    of prompts read while nothing decodes."""
     B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), Usage() if usage is None else usage
     queue, rows, resting, state = enumerate(requests), [None] * B, set(), State(0, 0, None, [], 0.0)
     usage.slots = B
@@ -160,7 +170,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         if finish:
             leave(slot, finish)
         usage.tokens, usage.first = usage.tokens + len(tokens), usage.first + (len(tokens) if prefill else 0)
-        return Event(row.number, tokens, min(drafts, len(tokens)), finish, prefill)
+        return Event(row.number, tokens, min(drafts, len(tokens)), finish, prefill, "" if prefill else state.plan.name)
 
     while True:
         for slot in agree([s for s, row in enumerate(rows) if row is not None and row.request.cancelled]):
@@ -170,12 +180,8 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         fresh = []
         for slot in [s for s in range(B) if rows[s] is None]:
             number, request = next(queue, (0, None))
-            while request is not None and request.cancelled:
-                yield Event(number, [], 0, "cancelled", False)
-                number, request = next(queue, (0, None))
             if request is None:
                 break
-            check_prompt(request.tokens, f"prompt {number}", decoder.slots, decoder.target.config.vocab_size)
             rows[slot] = Row(number, request, min(len(request.tokens) + request.max_new_tokens, decoder.slots), len(request.tokens))
             fresh.append((slot, request))
         if not any(rows):
@@ -199,7 +205,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         if resting:
             decoder.active[torch.tensor(sorted(resting), device=device)] = False
             resting.clear()
-        span = span_for(max(rows[s].total for s in decoding), decoder.slots, decoder.least_span)
+        span = span_for(max(rows[s].total for s in decoding), decoder.slots)
         turn = plan if choose is None else agree(choose(state._replace(rows=len(decoding), span=span)))._replace(sampled=plan.sampled, filtered=plan.filtered)
         if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
             turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
@@ -236,7 +242,7 @@ def read_chunk(decoder: Decoder, rows: list, reading: list, room: int, plan: Pla
     tokens = [rows[s].request.tokens[at:at + n] + [0] * (T - n) if n else [0] * T for s, at, n in zip(slots, start, counts)]
     last = [n > 0 and rows[s].left == n for s, n in zip(slots, counts)]
     roots = decoder.feed(torch.tensor(tokens, device=device), torch.tensor(counts, device=device), torch.tensor(last, device=device),
-                         torch.tensor(slots, device=device), Plan("ar", 0, False, plan.sampled, plan.filtered), span_for(max(start), decoder.slots, decoder.least_span))
+                         torch.tensor(slots, device=device), Plan("ar", 0, False, plan.sampled, plan.filtered), span_for(max(start), decoder.slots))
     for s, n in zip(slots, counts):
         if n:
             rows[s].read += n
@@ -260,9 +266,9 @@ def rung(n: int, least: int) -> int:
     return least if n <= least else rung(n, 4 * least)
 
 
-def span_for(length: int, slots: int, least: int = 64) -> int:
+def span_for(length: int, slots: int) -> int:
     """How many cache slots to attend for `length` committed tokens: none, or a power of two, at most the whole cache."""
-    return min(bucket(length, least), slots) if length else 0
+    return min(bucket(length, 64), slots) if length else 0
 
 
 # What cannot be served
@@ -272,10 +278,10 @@ def need(ok: bool, message: str) -> None:
         raise UserError(message)
 
 
-def check_settings(mode: str, budget: int, max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed, rows: int) -> None:
+def check_settings(mode: str, budget: Optional[int], max_new_tokens: int, temperature: float, top_p: float, top_k: int, seed, rows: int) -> None:
     """UserError on the first setting out of range."""
     need(mode in MODES, f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
-    need(1 <= budget <= 4096, f"budget must be between 1 and 4096, got {budget}")
+    need(budget is None or 1 <= budget <= 4096, f"budget must be between 1 and 4096, got {budget}")
     need(max_new_tokens >= 1, f"max-new-tokens must be at least 1, got {max_new_tokens}")
     need(temperature == 0 or 1e-4 <= temperature < math.inf, f"temperature must be 0 (greedy) or at least 0.0001, got {temperature}")
     need(0 < top_p <= 1, f"top-p must be above 0 and at most 1, got {top_p}")
@@ -299,7 +305,8 @@ def check_prompt(tokens: list, what: str, context: int, vocab: int) -> None:
     need(bad is None, f"{what} holds the token id {bad}; the vocabulary has ids 0 to {vocab - 1}")
 
 
-def check_pair_for(mode: str, budget: int, spine: bool, draft: Optional[Drafter]) -> None:
+def check_pair_for(mode: str, budget: Optional[int], spine: bool, draft: Optional[Drafter]) -> None:
     """UserError where a mode asks of the drafter what it cannot give."""
-    need(mode == "ar" or draft is not None, f"mode {mode} needs a drafter and there is none; pass --draft, or use --mode ar")
-    need(not (mode == "ddtree" and spine) or budget >= draft.depths, f"with a spine the budget must be at least the {draft and draft.depths} drafted depths, got {budget}")
+    need(mode in ("ar", "auto") or draft is not None, f"mode {mode} needs a drafter and there is none; pass --draft, or use --mode ar")
+    need(not (mode == "auto" and spine), "mode auto orders its trees best first; use --mode ddtree with a spine, or leave it out")
+    need(not (mode == "ddtree" and spine) or (budget or BUDGET) >= draft.depths, f"with a spine the budget must be at least the {draft and draft.depths} drafted depths, got {budget or BUDGET}")

@@ -7,13 +7,12 @@ Shapes: B sequences, N nodes, D drafted depth, P = D + 1 nodes of a path, V voca
 ladder.
 """
 import math
-import time
 from typing import Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 
-from ddtree import CANDIDATES, candidate_tables, first, greedy_chain, grow
+from ddtree import CANDIDATES, candidate_tables, first, greedy_chain, grow, ranked_tokens
 from draft import Drafter
 from model import Transformer, Tree, chain, upcast
 from ranks import Vocabulary, best
@@ -121,13 +120,9 @@ class Plan(NamedTuple):
     ladder: tuple = ()       # widths to report on: a ddtree round builds the widest tree and verifies its first `budget` drafts
     candidates: int = CANDIDATES  # tokens of a depth that a Markov head scores: see ddtree.grow
 
-
-def describe(args: tuple) -> str:
-    """What tells one graph from another, in words: `8 x 16 tokens`, `ddtree 32`, `span 256`."""
-    words = [f"{' x '.join(map(str, a.shape))} tokens" for a in args if isinstance(a, Tensor) and a.dim() == 2]
-    plan, span = next((a for a in args if isinstance(a, Plan)), None), next((a for a in args if isinstance(a, int)), None)
-    words += [f"{plan.mode} {plan.budget}" if plan.mode == "ddtree" else plan.mode] if plan and not words else []
-    return ", ".join(words + ([f"span {span}"] if span is not None else []))
+    @property
+    def name(self) -> str:
+        return f"ddtree {self.budget}" if self.mode == "ddtree" else self.mode
 
 
 class Decoder(nn.Module):
@@ -159,25 +154,26 @@ class Decoder(nn.Module):
         self.ring, self.waiting = ring if draft is not None else 0, 0      # waiting: the host's bound on pending
         if self.ring:  # one slot more takes what is not committed
             self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring + 1, draft.fc.in_features), persistent=False)
-        self.compiled, self.pairs, self.least_span = None, {}, 64
+        self.compiled, self.pairs = None, {}
 
-    def compile(self, progress: Callable = lambda text: None, **options) -> None:
-        """From here on `step` runs each (plan, span, chunk shape) as one compiled graph: on CUDA, one CUDA graph. The first call
-        of each compiles it; progress(text) hears before and after. options: of torch.compile, other than those used here."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)  # a graph per plan and bucket
-        options = {"mode": "reduce-overhead", **options} if "backend" not in options else options
-        self.compiled = [torch.compile(f, fullgraph=True, dynamic=False, **options) for f in (self.round, self.prefill, self.catch_up)]
-        self.progress, self.met, self.least_span = progress, set(), 256  # fewer buckets, fewer graphs
+    def compile(self) -> None:
+        """From here on `step` runs each (plan, span, chunk shape) as one compiled graph: on CUDA, one CUDA graph."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # a graph per plan and bucket
+        self.compiled = [torch.compile(f, mode="reduce-overhead", fullgraph=True, dynamic=False) for f in (self.round, self.prefill, self.catch_up)]
 
     def step(self, plan: Plan, span: int) -> list:
         """`round`, read back: the one device-to-host copy of a round. A drafter that rested catches up before it drafts, and
         when the ring is full."""
         rests = self.rests(plan)
         if self.waiting and (not rests or self.waiting == self.ring):
-            self._run(2, self.catch_up)
-            self.waiting = 0
+            self.follow()
         self.waiting += rests
         return self._run(0, self.round, plan, span).tolist()
+
+    def follow(self) -> None:
+        """`catch_up`, now."""
+        self._run(2, self.catch_up)
+        self.waiting = 0
 
     def feed(self, *chunk) -> list:
         """`prefill`, read back."""
@@ -189,23 +185,7 @@ class Decoder(nn.Module):
         if self.compiled is None:
             return eager(*args)
         torch.compiler.cudagraph_mark_step_begin()  # the last output was read; its memory may be written again
-        graph = (which, *(a.shape if isinstance(a, Tensor) else a for a in args))
-        if graph in self.met:
-            return self.compiled[which](*args)
-        name = f"{eager.__name__} {describe(args)}".strip()
-        self.progress(f"compiling {name} …")
-        began, out = time.perf_counter(), self.compiled[which](*args)
-        self.met.add(graph)
-        seconds = time.perf_counter() - began
-        self.progress(f"compiled {name} in {seconds:.1f} s" if seconds > 1 else "")
-        return out
-
-    def warm(self, plan: Plan, spans: list) -> None:
-        """Compiles the rounds of a plan before the first row enters: rows at rest emit and commit nothing. Three calls each,
-        since a CUDA graph is warmed up, recorded, and then replayed."""
-        for span in spans:
-            for _ in range(3):
-                self._run(0, self.round, plan, span)
+        return self.compiled[which](*args)
 
     def enter(self, rows: list, settings: list) -> None:
         """New requests take these rows: nothing is committed and nothing happens in them until their prompts are read.
@@ -253,24 +233,22 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def round(self, plan: Plan, span: int, mark: Callable = lambda stage: None) -> Tensor:
         """One round for all rows. span: cache slots to attend, at least every length. Returns (B, P + 1): how many tokens
-        a row emitted, then the tokens. With a ladder, the rows of `expected` (of a ddtree round) and of `reached` follow,
-        and all are D + 2 wide. `mark` is called after each stage, for those who time them."""
+        a row emitted, then the tokens. With a ladder, the rows of `expected` and of `reached` follow, and all are D + 2
+        wide. `mark` is called after each stage, for those who time them."""
         marginals, conditional = self.propose(plan, span)
         mark("propose")
         tree, score = self.build(marginals, conditional, plan)
-        told = []
-        if plan.ladder and plan.mode == "ddtree":
-            told, tree = [self.expected(tree, score, plan)], first(tree, plan.budget + 1)
+        told = [self.expected(tree, score, plan)] if plan.ladder and plan.mode != "ar" else []
+        if told and plan.mode == "ddtree":
+            tree = first(tree, plan.budget + 1)
         mark("build")
         logits, taps, latents = self.target(tree, self.length, span, self.taps)
         tokens = self.choose(logits, self.length.unsqueeze(1) + tree.depth + 1, plan)
         mark("verify")
         path, accepted, _ = accept(tree, tokens)
-        if plan.ladder and plan.mode != "ar":
-            told.append(self.reached(accepted))
+        told = torch.cat(told + [self.reached(accepted)]) if told else None
         emitted = self.settle(path, accepted, tokens, taps, latents, self.rests(plan))
-        if told:
-            told = torch.cat(told)
+        if told is not None:
             emitted = torch.cat([torch.nn.functional.pad(t, (0, told.shape[1] + 2 - t.shape[1])) for t in (emitted, told)])
         mark("accept+commit")
         return emitted
@@ -280,9 +258,12 @@ class Decoder(nn.Module):
         return (None, None) if plan.mode == "ar" else self.draft.proposal(self.root, self.length, span)
 
     def build(self, marginals: Optional[Tensor], conditional: Optional[Callable], plan: Plan) -> tuple:
-        """The tree, and the log probabilities (B, N) of its nodes where it is a ddtree."""
+        """The tree, and the log probabilities (B, N) of its nodes where there is a ladder or it is a ddtree."""
         if plan.mode == "ar":
             return chain(self.root.unsqueeze(1)), None
+        if plan.mode == "dflash" and plan.ladder and conditional is None:
+            ids, logp = ranked_tokens(marginals, 1, self.target.vocab)                       # (B, D, 1)
+            return chain(torch.cat((self.root.unsqueeze(1), ids[..., 0]), 1)), torch.nn.functional.pad(logp[..., 0].cumsum(1), (1, 0))
         if plan.mode == "dflash":
             return chain(torch.cat((self.root.unsqueeze(1), self.top_chain(marginals, conditional, plan)), 1)), None
         budget = plan.ladder[-1] if plan.ladder else plan.budget
@@ -300,11 +281,12 @@ class Decoder(nn.Module):
     def expected(self, tree: Tree, score: Tensor, plan: Plan) -> Tensor:
         """(W + 1, D): how many drafts the drafter expects to be accepted at each depth were the tree cut to each width of the ladder,
         and last were it the chain of a dflash round, whose nodes are the best of each depth; summed over active rows, in 1/ODDS. Nodes
-        come best first, so one tree prices all smaller ones."""
+        come best first, so one tree prices all smaller ones. A chain prices itself alone: (1, D)."""
         at = tree.depth.unsqueeze(-1) == torch.arange(1, self.draft.depths + 1, device=score.device)        # (B, N, D)
         mass = (score.exp() * self.active.unsqueeze(1)).unsqueeze(-1) * at                                  # (B, N, D)
         first_nodes = mass.sum(0).cumsum(0)                                                                 # (N, D)
-        rows = [first_nodes[min(n, len(first_nodes) - 1)] for n in plan.ladder] + [mass.amax(1).sum(0)]
+        widths = plan.ladder if plan.mode == "ddtree" else ()
+        rows = [first_nodes[min(n, len(first_nodes) - 1)] for n in widths] + [mass.amax(1).sum(0)]
         return (torch.stack(rows) * ODDS).round().long()
 
     def reached(self, accepted: Tensor) -> Tensor:

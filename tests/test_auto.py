@@ -1,21 +1,29 @@
 """The mode that picks its own width: what a round reports, switching, the controller, its costs."""
+import itertools
+import json
+import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import auto
+import generate
+import serve
 import tiny
+from auto import WIDTHS, Auto, candidates_for, pick
 from ddtree import build_tree, grow
-from invariants import Watched
+from invariants import Watched, decode, texts as tokens_of
 from model import chain
-from verify import ODDS, Plan, accept
+from serve import Request, Result, record
+from verify import ODDS, Decoder, Plan, accept
 
 LADDER = (1, 4, 8, 16, 32, 64)
 
 
 def started(prompts: list, ring: int = 0, limit: int = 60, **changes) -> tuple:
     """A decoder whose rows have read their prompts, and the texts that plain decoding writes."""
-    import generate
     target = tiny.golden("kimi_k2")
     texts = [p + r.tokens for p, r in zip(prompts, generate.generate(target, None, prompts, "ar", max_new_tokens=limit, **changes))]
     draft = tiny.drafter(target)
@@ -45,16 +53,14 @@ def test_a_round_reports_on_every_width(width):
             smaller, score = grow(marginals, decoder.root, n)
             score = score.exp() * active.unsqueeze(1)
             want.append([(score * (smaller.depth == d)).sum().item() for d in range(1, D + 1)])
-        if width:
-            want.append((marginals.float().softmax(-1).amax(-1).cumprod(1) * active.unsqueeze(1)).sum(0).tolist())
+        want.append((marginals.float().softmax(-1).amax(-1).cumprod(1) * active.unsqueeze(1)).sum(0).tolist())
         accepted = accept(tree, target(tree, decoder.length, decoder.slots)[0].argmax(-1))[1]  # not cut by limits
         got = decoder.round(plan, decoder.slots).tolist()
         assert [len(row) for row in got] == [D + 2] * (3 + len(want) + 1)
-        if want:
-            expected, want = torch.tensor([row[:D] for row in got[3:-1]]) / ODDS, torch.tensor(want)
-            torch.testing.assert_close(expected[:-1], want[:-1], rtol=0, atol=1e-5)
-            seen = want[-1] > 0.05  # deep in a chain, its nodes may be too improbable for the widest tree
-            torch.testing.assert_close(expected[-1][seen], want[-1][seen], rtol=0, atol=0.05)
+        expected, want = torch.tensor([row[:D] for row in got[3:-1]]) / ODDS, torch.tensor(want)
+        torch.testing.assert_close(expected[:-1], want[:-1], rtol=0, atol=1e-5)
+        seen = want[-1] > 0.05 if width else want[-1] >= 0  # deep in a chain, its nodes may be too improbable for the widest tree
+        torch.testing.assert_close(expected[-1][seen], want[-1][seen], rtol=0, atol=0.05 if width else 1e-5)
         assert got[-1] == [(accepted[active] >= d).sum().item() for d in range(1, D + 1)] + [0, 0]
 
 
@@ -79,3 +85,243 @@ def test_whatever_a_round_does_the_text_is_that_of_ar(seed, temperature):
     decoder.holds(texts, 1e-9)
     decoder.catch_up()
     decoder.holds(texts, 1e-9)
+
+
+def random_plans(decoder, sampled: bool, seed: int):
+    """A `choose` that says anything, plain decode half of the time."""
+    rng, plans = random.Random(seed), candidates_for(decoder.draft.depths, LADDER)
+    for plan in plans:
+        decoder.prepare(plan._replace(sampled=sampled))
+    return lambda state: rng.choice([plans[0], rng.choice(plans)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_texts_are_those_of_ar_whatever_is_chosen_with_refill(temperature):
+    """Nine requests of mixed length through three slots: rows enter, rest at their limits, and share rounds of every kind."""
+    target, prompts = tiny.golden("kimi_k2"), tiny.prompts(256, 5, 40, 1, 12, 7, 30, 2, 9, 21)
+    requests = [Request(p, 4 + 7 * (i % 4), temperature, seed=i) for i, p in enumerate(prompts)]
+    plain = [generate.generate(target, None, [r.tokens], "ar", max_new_tokens=r.max_new_tokens, temperature=temperature, seed=r.seed)[0] for r in requests]
+    draft = tiny.drafter(target)
+    draft.tell([p + r.tokens for p, r in zip(prompts, plain)])
+    decoder, results, modes = Watched(target, draft, 3, 80, ring=4), [Result() for _ in requests], set()
+    for e in serve.serve(decoder, requests, Plan("ar", sampled=temperature > 0), random_plans(decoder, temperature > 0, 3)):
+        record(results[e.number], e, 0.0)
+        modes.add(e.mode)
+    assert tokens_of(results) == tokens_of(plain)
+    assert "ar" in modes and len(modes) > 5
+    assert all(len(r.modes) == len(r.accepted) for r in results)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.2, "seed": [1, 2, 3], "top_p": 0.9}])
+def test_mode_auto_writes_what_ar_writes(settings, monkeypatch):
+    """The whole way of generate, costs measured, with a controller that says anything."""
+    target, prompts = tiny.golden("deepseek_v3"), tiny.prompts(256, 3, 17, 6)
+    plain = generate.generate(target, None, prompts, "ar", max_new_tokens=40, **settings)
+    draft = tiny.drafter(target)
+    draft.tell([p + r.tokens for p, r in zip(prompts, plain)])
+    rng = random.Random(0)
+    monkeypatch.setattr(Auto, "choose", lambda self: rng.randrange(len(self.candidates)))
+    monkeypatch.setattr(serve, "RING", 3)
+    assert tokens_of(decode(target, draft, prompts, "auto", max_new_tokens=40, **settings)) == tokens_of(plain)
+
+
+def test_mode_auto_without_a_drafter_is_plain_decode():
+    results = generate.generate(tiny.target(), None, [[1, 2], [3]], max_new_tokens=5)
+    assert tokens_of(results) == tokens_of(generate.generate(tiny.target(), None, [[1, 2], [3]], "ar", max_new_tokens=5))
+    assert all(set(r.modes) == {"ar"} for r in results)
+
+
+# The whole loop with a clock of its own
+
+COSTS = {"ar": 8.0, "dflash": 15.6, "ddtree 1": 14.2, "ddtree 4": 15.0, "ddtree 8": 16.3, "ddtree 16": 18.0, "ddtree 32": 21.0, "ddtree 64": 26.5}
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_drafter_that_knows_is_used_and_one_that_does_not_rests(knows, monkeypatch):
+    clock, step = [0.0], Decoder.step
+    def timed(self, plan, span):
+        clock[0] += COSTS[plan.name] * 1e-3
+        return step(self, plan, span)
+    monkeypatch.setattr(Decoder, "step", timed)
+    monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(auto, "measure", lambda decoder, turns, *a, **k: [COSTS[t.name] * 1e-3 for t in turns] + [1e-3])
+    monkeypatch.setattr(auto, "read_costs", lambda key: None)
+    target, prompt = tiny.golden("kimi_k2"), tiny.prompts(256, 5)
+    plain = generate.generate(target, None, prompt, "ar", max_new_tokens=150)
+    draft = tiny.drafter(target)
+    if knows:
+        draft.tell([prompt[0] + plain[0].tokens])
+    heard = []
+    r, = generate.generate(target, draft, prompt, max_new_tokens=150, controller=heard.append)
+    assert r.tokens == plain[0].tokens
+    assert r.modes.count("ar") - heard[0].rounds[0] in (0, 1)  # the last round is not heard any more
+    assert r.modes.count("ar") <= 0.2 * len(r.modes) if knows else r.modes.count("ar") >= 0.8 * len(r.modes)
+    assert ("ar gives 1.00 tokens in" in heard[0].why()) and heard[0].why().startswith("ar") is not knows
+
+
+# The controller, with a world of its own: what rounds cost, what a drafter expects, what is accepted
+
+D = 7
+WORLDS = {  # ar, dflash, ddtree 1 4 8 16 32 64: what a round costs
+    "flat": [1, 1.1, 1.15, 1.15, 1.15, 1.17, 1.2, 1.3], "a CPU": [8, 15.6, 14.2, 15, 16.3, 18, 21, 26.5],
+    "a CPU, 16 rows": [25, 75, 42, 60, 80, 120, 210, 380], "experts": [33, 90, 50, 67, 110, 184, 290, 400], "linear": [1, 8, 2.2, 5, 9, 17, 33, 65]}
+
+
+def workload(q: float) -> list:
+    """(W + 1, D): the odds that a draft is accepted at each depth, where the drafter's best token is right with probability q."""
+    odds = torch.tensor([q] + [(1 - q) * 0.5 ** (r + 1) for r in range(30)])
+    tree, score = grow(odds.log().expand(1, D, 31), torch.zeros(1, dtype=torch.long), WIDTHS[-1])
+    mass = (score.exp().unsqueeze(-1) * (tree.depth.unsqueeze(-1) == torch.arange(1, D + 1)))[0]
+    return [mass.cumsum(0)[n].tolist() for n in WIDTHS] + [mass.amax(0).tolist()]
+
+
+class World:
+    """Rounds of `rows` rows. The clock is noisy, and the drafter off by `trust` per depth and differently sure from row to row."""
+
+    def __init__(self, seconds: list, odds: list, rows: int, trust: float = 1.0, seed: int = 0):
+        self.seconds, self.odds, self.rows, self.trust, self.random = seconds, odds, rows, trust, random.Random(seed)
+        self.auto = Auto(candidates_for(D, WIDTHS), [s * self.random.uniform(0.95, 1.05) for s in seconds], D)
+        self.chosen = []
+
+    def rate(self, i: int) -> float:
+        return (1 + sum(self.odds[self.auto.row(i)]) if i else 1.0) / self.seconds[i]
+
+    def best(self) -> float:
+        return max(map(self.rate, range(len(self.seconds))))
+
+    def run(self, rounds: int) -> float:
+        """Expected tokens per second of `rounds` rounds."""
+        tokens = seconds = 0.0
+        for _ in range(rounds):
+            i, r = self.auto.choose(), self.random
+            noisy = self.seconds[i] * math.exp(r.gauss(0, 0.1)) * (3 if r.random() < 0.02 else 1)
+            if i == 0:
+                self.auto.learn(i, self.rows)
+            else:
+                reached, expected, k = [0] * D, [[0.0] * D for _ in self.odds], self.auto.row(i)
+                for _ in range(self.rows):
+                    u, sure = r.random(), math.exp(r.gauss(0, 0.4))
+                    reached = [a + (u < p) for a, p in zip(reached, self.odds[k])]
+                    expected = [[a + min(1.0, p * self.trust ** (d + 1) * sure) for d, (a, p) in enumerate(zip(*rows))] for rows in zip(expected, self.odds)]
+                self.auto.learn(i, self.rows, reached, expected if k < len(WIDTHS) else expected[-1:])
+            self.auto.time(i, noisy, self.auto.run)
+            tokens, seconds = tokens + self.rate(i) * self.seconds[i], seconds + self.seconds[i]
+            self.chosen.append(self.auto.current)
+        return tokens / seconds
+
+
+@pytest.mark.parametrize("name, q, rows", [(name, q, rows) for (name, q), rows in zip(itertools.product(WORLDS, (0.1, 0.5, 0.8)), itertools.cycle((1, 16)))])
+def test_nearly_the_best_fixed_mode_and_never_much_below_plain_decode(name, q, rows):
+    world = World(WORLDS[name], workload(q), rows, trust=[0.85, 1.0, 1.1][rows % 3])
+    got = world.run(1000)
+    assert got >= 0.95 * world.best()
+    assert got >= 0.97 * world.rate(0)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("before, after", [(0.9, 0.1), (0.1, 0.9), (0.05, 0.5)])
+@pytest.mark.parametrize("name", [n for n in WORLDS])
+def test_another_workload_is_met_within_50_rounds(name, before, after, rows):
+    world = World(WORLDS[name], workload(before), rows, seed=5)
+    world.run(400)
+    world.odds, world.chosen = workload(after), []
+    world.run(50)
+    for _ in range(3):  # from then on, but for a round here and there
+        assert world.run(20) >= 0.92 * world.best()
+
+
+def test_the_scan_does_not_stop_at_the_first_loss():
+    """Experts: the first widths cost more than they bring, a wide one brings more than it costs."""
+    assert pick([1.0, 1.5, 2.0, 2.4, 5.0], [1.0, 1.8, 2.4, 2.9, 3.0]) == 4
+    assert pick([1.0, 2.0], [1.0, 2.0]) == 0  # the earlier among equals
+
+
+def test_one_disturbed_round_changes_nothing_and_a_slower_machine_is_not_a_worse_mode():
+    world = World(WORLDS["a CPU"], workload(0.6), 4)
+    world.run(200)
+    chosen = world.auto.current
+    world.auto.time(chosen, 100 * world.seconds[chosen], 0)
+    assert abs(world.auto.own[chosen]) < 0.1 and world.auto.choose() == chosen or world.auto.probing
+    world.seconds = [3 * s for s in world.seconds]
+    got = world.run(200)
+    assert got >= 0.95 * world.best()
+    assert world.auto.cost(0) == pytest.approx(world.seconds[0], rel=0.25)
+
+
+def test_probes_come_and_cost_little():
+    world = World(WORLDS["a CPU, 16 rows"], workload(0.1), 1)
+    got = world.run(2000)
+    assert world.auto.probes > 20 and world.auto.current == 0
+    assert got >= 0.975 * world.rate(0)
+
+
+# What is kept
+
+def pair() -> tuple:
+    target = tiny.target(torch.float32)
+    return target, tiny.drafter(target)
+
+
+def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, draft = pair()
+    told = []
+    def run(**settings):
+        generate.generate(target, draft, [[1, 2, 3]], max_new_tokens=6, progress=told.append, **settings)
+        return sum("measuring" in t for t in told)
+    assert run() == 1 and run() == 1
+    file, = (tmp_path / "nanograft").iterdir()
+    assert len(json.loads(file.read_text())["seconds"]) == 2 + len(WIDTHS)
+    assert run(temperature=1.0) == 2                                    # sampling costs: another file
+    file.write_text(file.read_text()[:-30])                              # damaged
+    assert run() == 3 and json.loads(file.read_text())["catch_up"] > 0
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps({**kept, "seconds": kept["seconds"][:-1] + [-1.0]}))
+    assert run() == 4
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))         # cannot be written: measured again and again, and no error
+    assert run() == 5 and run() == 6
+
+
+def test_what_a_text_taught_the_next_one_begins_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(auto, "measure", lambda decoder, turns, *a, **k: [1.0] * (len(turns) + 1))
+    target, draft = pair()
+    autos = []
+    for _ in range(2):
+        generate.generate(target, draft, [[1, 2, 3]], max_new_tokens=120, controller=autos.append)
+    fresh = Auto(autos[1].candidates, [1.0] * len(autos[1].candidates), draft.depths, autos[0].habits())
+    assert autos[0].habits()["mass"] != Auto(fresh.candidates, fresh.seconds, draft.depths).mass
+    assert fresh.mass == autos[0].mass and fresh.accepted == autos[0].accepted
+
+
+def test_measuring_leaves_no_trace():
+    target, draft = pair()
+    decoder = Watched(target, draft, 3, 70, ring=4)
+    turns = candidates_for(draft.depths, (1, 4, 8))
+    for turn in turns:
+        decoder.prepare(turn)
+    seconds = auto.measure(decoder, turns, 64, repeats=1)
+    assert len(seconds) == len(turns) + 1 and min(seconds) > 0
+    decoder.look()  # nothing is written
+    assert not decoder.root.any() and not decoder.length.any() and not decoder.pending.any() and decoder.waiting == 0
+
+
+def test_the_ladder_ends_where_memory_does(monkeypatch):
+    step = Decoder.step
+    def hungry(self, plan, span):
+        if plan.budget > 16:
+            raise torch.OutOfMemoryError("out of memory")
+        return step(self, plan, span)
+    monkeypatch.setattr(Decoder, "step", hungry)
+    monkeypatch.setattr(auto, "read_costs", lambda key: None)
+    target, draft = pair()
+    autos = []
+    generate.generate(target, draft, [[1, 2, 3]], max_new_tokens=30, controller=autos.append)
+    assert autos[0].widths == (1, 4, 8, 16)
+
+
+@pytest.mark.parametrize("budget, compiled, want", [(None, False, WIDTHS), (32, False, (1, 4, 8, 16, 32)), (10, False, (1, 4, 8, 10)), (1, False, (1,)),
+                                                    (None, True, auto.COMPILED_WIDTHS), (5, True, (5,)), (100, False, (*WIDTHS, 100))])
+def test_budget_caps_the_ladder(budget, compiled, want):
+    assert auto.ladder(budget, compiled) == want

@@ -42,7 +42,7 @@ def test_one_text_in_every_mode(pair, prompts, settings, least):
 
 def test_bf16_tokens_are_the_targets_choice(prompts):
     target, draft, _ = generate.load(str(FOLDER / "target"), dtype=torch.bfloat16)
-    for p, r in zip(prompts, generate.generate(target, draft, prompts, max_new_tokens=40)):
+    for p, r in zip(prompts, generate.generate(target, draft, prompts, "ddtree", max_new_tokens=40)):
         logits = target.score(torch.tensor([p + r.tokens]))[0][0, len(p) - 1:-1].float()
         gap = logits.max(-1).values - logits.gather(-1, torch.tensor(r.tokens).unsqueeze(-1)).squeeze(-1)
         assert (gap == 0).float().mean() > 0.85 and gap.max() < 0.5

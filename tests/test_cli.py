@@ -85,21 +85,26 @@ def objects(pair: Path, *args, **more) -> list:
 # What it prints
 
 def test_plain_run_prints_the_text_and_one_line(pair):
-    out, err = good(pair, "--prompt", PROMPT)
     o, = objects(pair, "--prompt", PROMPT)
-    assert out == o["text"] + "\n"
-    assert re.fullmatch(r"ddtree: 20 tokens, \d+ rounds, \d+\.\d\d tokens per round, \d+\.\d tok/s, first token after \d+ ms\n", err)
+    figures = r": 20 tokens, \d+ rounds, \d+\.\d\d tokens per round, \d+\.\d tok/s, first token after \d+ ms"
+    for flags, line in ((("--mode", "ddtree"), "ddtree" + figures), ((), "auto" + figures + r"; .*\d+% of rounds: .* gives \d+\.\d\d tokens in .* ms, .*")):
+        out, err = good(pair, "--prompt", PROMPT, *flags)
+        assert out == o["text"] + "\n"
+        assert re.fullmatch(line + "\n", err)
 
 
 def test_json_tells_everything(pair):
-    a, b = objects(pair, "--prompt", PROMPT, "--prompt", "é", "--budget", 200)
+    a, b = objects(pair, "--prompt", PROMPT, "--prompt", "é", "--mode", "ddtree", "--budget", 200)
     for o, prompt in ((a, PROMPT), (b, "é")):
-        assert set(o) >= {"prompt", "text", "tokens", "accepted", "finish", "mode", "first_token_s", "seconds"}
+        assert set(o) >= {"prompt", "text", "tokens", "accepted", "finish", "mode", "rounds", "why", "first_token_s", "seconds"}
+        assert o["rounds"] == {"ddtree 200": len(o["accepted"])} and o["why"] is None
         assert o["prompt"] == prompt and o["mode"] == "ddtree" and o["finish"] == "length"
         assert len(o["tokens"]) == 20 == 1 + sum(n + 1 for n in o["accepted"])
         assert o["text"] == TOKENIZER.decode(o["tokens"], skip_special_tokens=False)
         assert 0 < o["first_token_s"] < o["seconds"]
     assert sum(a["accepted"]) + sum(b["accepted"]) > 0
+    o, = objects(pair, "--prompt", PROMPT)
+    assert o["mode"] == "auto" and sum(o["rounds"].values()) == len(o["accepted"]) and "ar gives 1.00 tokens" in o["why"]
 
 
 def test_every_mode_prints_the_same_text(pair):
@@ -127,10 +132,10 @@ def test_overrides_of_the_drafter_change_drafts_and_no_text(pair, monkeypatch, f
     seen = []
     ordinary = generate.Decoder.propose
     monkeypatch.setattr(generate.Decoder, "propose", lambda *args: seen.append(ordinary(*args)) or seen[-1])
-    plain, = objects(pair, "--prompt", PROMPT)
+    plain, = objects(pair, "--prompt", PROMPT, "--mode", "ddtree")
     first, _ = seen[0]
     seen.clear()
-    o, = objects(pair, "--prompt", PROMPT, *flags)
+    o, = objects(pair, "--prompt", PROMPT, "--mode", "ddtree", *flags)
     assert o["tokens"] == plain["tokens"]
     assert seen[0][0].shape[1] == depths and not torch.equal(seen[0][0], first[:, :depths])
 
@@ -268,7 +273,7 @@ def test_draft_none_and_auto(pair, copy):
     """`none` decodes plainly in silence; `auto` without a folder does and says so; `auto` with one speculates."""
     o, = objects(pair, "--prompt", PROMPT, "--draft", "none")
     assert o["mode"] == "ar" and good(pair, "--prompt", PROMPT, "--draft", "none")[1].count("\n") == 1
-    assert objects(pair, "--prompt", PROMPT)[0]["mode"] == "ddtree"
+    assert objects(pair, "--prompt", PROMPT)[0]["mode"] == "auto"
     shutil.rmtree(copy / "draft")
     out, err = good(copy, "--prompt", PROMPT)
     assert out == o["text"] + "\n"
@@ -439,7 +444,7 @@ def test_two_generations_cannot_share_a_targets_caches(pair):
 def test_a_model_in_the_current_folder_finds_its_drafter(pair, monkeypatch):
     monkeypatch.chdir(pair / "target")
     code, out, err = run("--model", ".", "--prompt", PROMPT, "--max-new-tokens", "4")
-    assert code == 0 and "no drafter" not in err and "ddtree" in err
+    assert code == 0 and "no drafter" not in err and "auto: " in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -467,7 +472,7 @@ def test_process_streams_and_reads_stdin_from_any_folder(pair, tmp_path):
     p = start(pair, "--prompt", "-", "--max-new-tokens", "20", cwd=tmp_path, stdin=subprocess.PIPE)
     out, err = p.communicate("naïve 漢字".encode())
     assert p.returncode == 0 and out.decode() == good(pair, "--prompt", "naïve 漢字")[0]
-    assert notes(err.decode()).startswith("ddtree: 20 tokens") and notes(err.decode()).count("\n") == 1
+    assert notes(err.decode()).startswith("auto: 20 tokens") and notes(err.decode()).count("\n") == 1
 
 
 def test_process_refuses_with_one_line(pair, copy):

@@ -1,0 +1,332 @@
+"""`--mode auto`: what each round should do, from what rounds cost here and what the drafter expects to win.
+
+Candidates are plain decode, a DFlash chain, and DDTree at a ladder of widths. A round of a candidate takes so many seconds (measured
+on the real model before the first prompt is read, kept in a file, refreshed by live rounds) and gives so many tokens: one, and
+for every depth the probability that the drafter's nodes there hold the target's token. The nodes of one tree are ordered best first, so
+the widest tree prices all narrower ones. A drafter is too sure of itself or not sure enough: a running ratio of accepted to
+expected drafts per depth corrects it, at any temperature, since what is accepted is equality with the target's own token.
+
+Every round the candidate with the most expected tokens per second is found by a full scan (distinct experts are concave in the
+width, so a stop at the first loss would err). Something else is picked only where it is clearly better, and now and then another
+candidate gets a round, within 1 % of the time (1.5 % while plain decode runs), so that what lost once can come back.
+
+The controller is plain Python and holds no tensor: tests and bench.py --simulate drive it with a clock of their own.
+
+Shapes: D drafted depths, W widths of the ladder.
+"""
+import hashlib
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Callable, Optional
+
+import torch
+
+from ranks import agree
+from verify import ODDS, Decoder, Plan
+
+WIDTHS = (1, 4, 8, 16, 32, 64)
+COMPILED_WIDTHS = (8, 32)   # each plan costs a compilation
+RING = 32                   # rounds the drafter's taps may wait in memory: one graft then reads its weights once for all of them
+MEMORY = 1 / 12             # of expected tokens: a round counts e times less 12 rounds later
+CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
+DRIFT, PAIRED = 0.25, 0.1  # how fast the machine's pace, and a candidate's own cost, follow live rounds
+MARGIN = 0.03               # by how much another candidate must be better
+PROBES = 0.01               # share of time that probes may lose
+PROBES_AR = 0.015           # while plain decode runs: nothing else tells that the text has become predictable
+REST = 32                   # rounds before a candidate is probed again
+START = 4.0                 # rounds that what is believed at the start counts for
+
+
+def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
+    """Plans: plain decode first, then the narrower before the wider."""
+    return [Plan("ar", 0)] + [Plan("dflash", depths, ladder=widths)] * chain + [Plan("ddtree", n, ladder=widths) for n in widths]
+
+
+def pick(gains: list, seconds: list) -> int:
+    """The candidate with the most expected tokens per second: gains[i] tokens in seconds[i]. A full scan; the earlier among equals."""
+    return max(range(len(gains)), key=lambda i: (gains[i] / seconds[i], -i))
+
+
+class Auto:
+    """Picks a candidate per round: `choose()` before it, `learn(...)` and `time(...)` after it."""
+
+    def __init__(self, candidates: list, seconds: list, depths: int, habits: Optional[dict] = None):
+        """candidates: Plans, plain decode first; seconds: of one round of each, perhaps off by a common factor; depths: D; habits:
+        what `habits()` of an earlier text gave, to begin with."""
+        self.candidates, self.seconds, self.depths = candidates, list(seconds), depths
+        self.widths = tuple(c.budget for c in candidates if c.mode == "ddtree")
+        n = len(candidates)
+        self.drift, self.own = 0.0, [0.0] * n                     # logs: the machine's pace, and each candidate's own error
+        # mean expected drafts per depth: of each width, then of the chain; before anything is known, those of a middling drafter
+        self.mass = [[0.7 ** d * (d <= n) * (n >= depths or 0.9) for d in range(1, depths + 1)] for n in (*self.widths, depths)]
+        self.accepted, self.expected = [4.0] * depths, [4.0] * depths  # decaying sums of rows; the start says: calibrated
+        if habits:
+            self.mass, self.accepted, self.expected = habits["mass"], habits["accepted"], habits["expected"]
+        self.weight, self.unheard = [START] * len(self.mass), [0] * len(self.mass)  # rounds behind each mean, and since the last of them
+        self.current = pick([self.gain(i) for i in range(n)], self.seconds)
+        self.last, self.run, self.age = self.current, 0, [REST] * n
+        self.allowance, self.probing = 0.0 if self.current else self.seconds[0], False  # plain decode asks the drafter once, soon
+        self.rounds, self.probes, self.timed = [0] * n, 0, False
+
+    # What a round gives and costs
+
+    def gain(self, i: int) -> float:
+        """Expected tokens of a row in one round."""
+        if self.candidates[i].mode == "ar":
+            return 1.0
+        return 1 + sum(min(m * a / e, 1.0) for m, a, e in zip(self.mass[self.row(i)], self.accepted, self.expected))
+
+    def row(self, i: int) -> int:
+        """Where `mass` holds what candidate i, which drafts, should have accepted."""
+        return self.widths.index(self.candidates[i].budget) if self.candidates[i].mode == "ddtree" else len(self.widths)
+
+    def cost(self, i: int) -> float:
+        """Seconds, at the machine's present pace."""
+        return self.seconds[i] * math.exp(self.own[i] + self.drift)
+
+    def rate(self, i: int) -> float:
+        return self.gain(i) / self.cost(i)
+
+    # The decision
+
+    def choose(self) -> int:
+        """The number of the candidate that the next round should be."""
+        self.probing = False
+        n = range(len(self.candidates))
+        best = pick([self.gain(i) for i in n], [self.cost(i) for i in n])
+        # a guess from few rounds must be better still; plain decode gives its token for certain, so that a tie is its own
+        margin = MARGIN * (1 if self.current else 2) + 0.2 / self.weight[self.row(best)] if best else 0.0
+        if self.rate(best) > self.rate(self.current) * (1 + margin):
+            self.current = best
+        def loss(i):                  # seconds that a round of i loses against the current candidate
+            return max(self.cost(i) - self.gain(i) / self.rate(self.current), 0.01 * self.cost(self.current))
+        # plain decode and a chain tell nothing of the widths: what is nearly as good is asked sooner then
+        blind = min(self.unheard) >= REST // 4
+        stale = [i for i in n if i != self.current
+                 and self.age[i] >= (REST // 4 if blind and loss(i) < 0.1 * self.cost(self.current) else REST)]
+        if stale:
+            least = min(stale, key=loss)
+            if loss(least) <= self.allowance:
+                self.allowance -= loss(least)
+                self.probing = True
+                return least
+        return self.current
+
+    def learn(self, i: int, rows: int, accepted: Optional[list] = None, expected: Optional[list] = None) -> None:
+        """What a round of candidate i showed. rows: how many were active. accepted (D): how many of them accepted a draft at each depth. expected, summed over rows: how many should have, of each
+        width and the chain (W + 1, D); of a dflash round, of the chain alone (1, D); None of plain decode."""
+        self.rounds[i] += 1
+        self.probes += self.probing
+        self.run = self.run + 1 if i == self.last else 0
+        self.last = i
+        self.age = [0 if j == i else a + 1 for j, a in enumerate(self.age)]
+        if not self.probing:
+            self.allowance = min(self.allowance + (PROBES if self.current else PROBES_AR) * self.cost(i), 2 * self.cost(self.current))
+        self.unheard = [u + 1 for u in self.unheard]
+        if rows and expected is not None:
+            self.hear(i, rows, accepted, expected)
+
+    def time(self, i: int, seconds: Optional[float], run: int) -> None:
+        """Seconds of a round of candidate i, None where they tell nothing (a first call); run: rounds of it just before. The machine's
+        pace moves at once and is common to all. A candidate's own cost is learnt where it can be told from the pace: in the first
+        rounds after another candidate."""
+        if seconds is None:
+            return
+        error = math.log(max(seconds, 1e-9) / self.cost(i))
+        if not self.timed:
+            self.timed, self.drift = True, self.drift + error
+            return
+        error = min(max(error, -0.25), 0.25)  # one disturbed round is not a trend
+        self.drift += DRIFT * error
+        self.own[i] += PAIRED / (1 + run) * error
+
+    def hear(self, i: int, rows: int, accepted: list, expected: list) -> None:
+        rows_told = self.mass if self.candidates[i].mode == "ddtree" else self.mass[-1:]  # a chain is drafted without a tree
+        for k, now in zip(range(len(self.mass) - len(rows_told), len(self.mass)), expected):
+            self.weight[k] = self.weight[k] * (1 - MEMORY) ** self.unheard[k] + 1
+            self.unheard[k] = 0
+            self.mass[k] = [m + (x / rows - m) / self.weight[k] for m, x in zip(self.mass[k], now)]
+        told = expected[self.row(i) if len(rows_told) > 1 else 0]
+        for d in range(self.depths):  # forgets as much as it hears: a depth that rounds do not reach keeps its ratio
+            keep = (1 - CALIBRATION) ** told[d]
+            self.accepted[d] = self.accepted[d] * keep + accepted[d]
+            self.expected[d] = self.expected[d] * keep + told[d]
+
+    def habits(self) -> dict:
+        """What another text on this machine may begin with. Seconds are relative: the machine's pace is not in them."""
+        return {"seconds": [s * math.exp(own) for s, own in zip(self.seconds, self.own)], "mass": self.mass, "accepted": self.accepted,
+                "expected": self.expected}
+
+    # What the user hears
+
+    def why(self) -> str:
+        """The present choice against plain decode, or plain decode against the best of the rest."""
+        now = self.current
+        other = max((i for i in range(len(self.candidates)) if (i == 0) != (now == 0)), key=self.rate, default=now)
+        def price(i):
+            return f"{self.candidates[i].name} gives {self.gain(i):.2f} tokens in {self.cost(i) * 1e3:.3g} ms"
+        return f"{price(now)}, {price(other)}"
+
+    def summary(self) -> str:
+        ran = sorted((i for i in range(len(self.candidates)) if self.rounds[i]), key=lambda i: -self.rounds[i])
+        total = sum(self.rounds) or 1
+        return ", ".join(f"{self.candidates[i].name} {self.rounds[i] / total:.0%}" for i in ran) + f" of rounds: {self.why()}"
+
+
+# The controller at work
+
+class Pilot:
+    """Called by `serve` with the State before every round: hears what the last one showed, and returns the next one's Plan."""
+
+    def __init__(self, decoder: Decoder, auto: Auto, catch_up: float, key: dict):
+        """catch_up: seconds that the drafter needs to follow after a rest; key: of the file that keeps what is learnt."""
+        self.decoder, self.auto, self.catch_up, self.key = decoder, auto, catch_up, key
+        self.calls, self.span, self.followed = {}, 0, False
+        # ranks see the same rounds and so choose the same, if they go by one clock; asking rank 0 each round would cost a millisecond
+        self.times, self.every = [], 8 if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
+
+    def __call__(self, state) -> Plan:
+        if state.plan is not None:
+            self.hear(state)
+        plan = self.auto.candidates[self.auto.choose()]
+        self.span, self.followed = state.span, plan.mode != "ar" and self.decoder.waiting > 0
+        return plan
+
+    def hear(self, state) -> None:
+        plan, B = state.plan, len(self.decoder.root)
+        i = next(i for i, c in enumerate(self.auto.candidates) if c.name == plan.name or c.mode == plan.mode == "dflash")
+        self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
+        told = state.packed[B:]  # nothing after plain decode, or past what the drafter can see
+        # the first two calls of a graph compile and record it
+        seconds = None if self.decoder.compiled and calls <= 2 else max(state.seconds - self.catch_up * self.followed, 0.1 * state.seconds)
+        rows, D = sum(row[0] > 0 for row in state.packed[:B]), self.auto.depths
+        expected = [[m / ODDS for m in row[:D]] for row in told[:-1]] or None
+        self.auto.learn(i, rows, told[-1][:D] if told else None, expected)
+        self.times.append((i, seconds, self.auto.run))
+        if len(self.times) == self.every:
+            for timed in agree(self.times):
+                self.auto.time(*timed)
+            self.times = []
+
+    def keep(self) -> None:
+        """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
+        if sum(self.auto.rounds) >= REST:
+            write_costs(self.key, {"catch_up": self.catch_up, **self.auto.habits()})
+
+
+def ladder(budget: Optional[int], compiled: bool) -> tuple:
+    """The widths to choose from: budget caps them, and is one."""
+    widths = COMPILED_WIDTHS if compiled else WIDTHS
+    return widths if budget is None else tuple(w for w in widths if w < budget) + (budget,)
+
+
+def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progress: Callable = lambda text: None) -> Pilot:
+    """A Pilot for a new Decoder (with a ring, no row in use). plan: whether rounds sample and filter. span: cache slots of a typical
+    round. What rounds cost is read from the file, or measured here and kept. Where the widest tree does not fit the device's memory, the
+    ladder ends below it. Compiled rounds have a shorter ladder, and where costs are in the file nothing is compiled before it is chosen."""
+    widths, compiled = ladder(budget, decoder.compiled is not None), decoder.compiled is not None
+    while True:
+        # (the chain of a Markov head is drafted step by step, and the tree over it is no dearer)
+        candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled and not decoder.draft.config.markov_rank)
+        turns = [c._replace(sampled=plan.sampled, filtered=plan.filtered) for c in candidates]
+        for turn in turns:
+            decoder.prepare(turn)
+        key = cost_key(decoder, turns, span)
+        kept = agree(read_costs(key))
+        if kept is None:
+            progress(f"measuring {len(turns)} kinds of rounds, once" + (": each is compiled" if compiled else ""))
+            try:
+                *seconds, catch_up = agree(measure(decoder, turns, span, warm=3 if compiled else 1))
+            except torch.OutOfMemoryError:
+                if len(widths) == 1:
+                    raise
+                widths = widths[:-1]
+                continue
+            kept = {"catch_up": catch_up, **Auto(candidates, seconds, decoder.draft.depths).habits()}
+            write_costs(key, kept)
+        return Pilot(decoder, Auto(candidates, kept["seconds"], decoder.draft.depths, kept), kept["catch_up"], key)
+
+
+# What a round costs here
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if Path("/proc/cpuinfo").exists():
+        for line in open("/proc/cpuinfo"):
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
+    """All that the seconds of rounds depend on."""
+    target, draft, here = decoder.target, decoder.draft, Path(__file__).parent
+    source = hashlib.sha256(b"".join((here / f).read_bytes() for f in ("model.py", "draft.py", "ddtree.py", "verify.py")))
+    device = target.norm.weight.device
+    return {"target": repr(target.config), "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(),
+            "dtype": str(target.norm.weight.dtype), "device": device_name(device), "threads": torch.get_num_threads() if device.type == "cpu" else 0,
+            "torch": torch.__version__, "python": platform.python_version(), "source": source.hexdigest()[:16],
+            "compiled": decoder.compiled is not None, "batch": len(decoder.root), "span": span, "rounds": [list(map(str, t)) for t in turns]}
+
+
+def cost_file(key: dict) -> Path:
+    """Under the user's cache folder (XDG_CACHE_HOME, or ~/.cache): one small file per key."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "nanograft" / f"rounds-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
+
+
+def read_costs(key: dict) -> Optional[dict]:
+    """Seconds of each round and of catching up, and habits; None where the file is absent, damaged or another key's."""
+    try:
+        kept = json.loads(cost_file(key).read_text())
+        D, W = len(kept["accepted"]), len(key["rounds"])
+        numbers = [kept["catch_up"], *kept["seconds"], *kept["accepted"], *kept["expected"], *(m for row in kept["mass"] for m in row)]
+        sound = (kept["key"] == key and len(kept["seconds"]) == W and len(kept["expected"]) == D and all(len(row) == D for row in kept["mass"])
+                 and len(kept["mass"]) == 1 + sum(r[0] == "ddtree" for r in key["rounds"]) and all(isinstance(x, float) and 0 <= x < math.inf for x in numbers)
+                 and min(kept["seconds"] + kept["accepted"] + kept["expected"]) > 0)
+        return kept if sound else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_costs(key: dict, kept: dict) -> None:
+    """Whole or not at all; a cache folder that cannot be written is no error."""
+    path = cost_file(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
+            json.dump({"key": key, **kept}, f)
+        os.replace(f.name, path)
+    except OSError:
+        pass
+
+
+def measure(decoder: Decoder, turns: list, span: int, repeats: int = 5, warm: int = 1) -> list:
+    """Median seconds of each Plan's round, taking turns, and of catching up. No row may be active: such rounds cost the same and
+    commit nothing. Roots are random tokens while it lasts, for equal ones would all go to the same experts."""
+    device, V = decoder.root.device, decoder.target.config.vocab_size
+    decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))
+    calls = [decoder.follow] + [lambda turn=turn: decoder.step(turn, span) for turn in turns]
+    times = [[] for _ in calls]
+    for n in range(warm + repeats):
+        decoder.waiting = 0
+        for call, kept in zip(calls, times):
+            began = now(device)
+            call()
+            kept += [now(device) - began] if n >= warm else []
+    decoder.root.zero_()
+    decoder.waiting = 0
+    return [statistics.median(t) for t in times[1:] + times[:1]]
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
