@@ -182,14 +182,13 @@ class Auto:
 # The controller at work
 
 class Pilot:
-    """Called by `serve` with the State before every round: hears what the last one showed, and returns the next one's Plan."""
+    """Called by `serve` with the State before every round: hears what the last one showed, and returns the next one's Plan. Where
+    ranks share the models each has one, and what rank 0's says is done."""
 
     def __init__(self, decoder: Decoder, auto: Auto, catch_up: float, key: dict):
         """catch_up: seconds that the drafter needs to follow after a rest; key: of the file that keeps what is learnt."""
         self.decoder, self.auto, self.catch_up, self.key = decoder, auto, catch_up, key
         self.calls, self.span, self.followed = {}, 0, False
-        # ranks see the same rounds and so choose the same, if they go by one clock; asking rank 0 each round would cost a millisecond
-        self.times, self.every = [], 8 if torch.distributed.is_available() and torch.distributed.is_initialized() else 1
 
     def __call__(self, state) -> Plan:
         if state.plan is not None:
@@ -208,11 +207,7 @@ class Pilot:
         rows, D = sum(row[0] > 0 for row in state.packed[:B]), self.auto.depths
         expected = [[m / ODDS for m in row[:D]] for row in told[:-1]] or None
         self.auto.learn(i, rows, told[-1][:D] if told else None, expected)
-        self.times.append((i, seconds, self.auto.run))
-        if len(self.times) == self.every:
-            for timed in agree(self.times):
-                self.auto.time(*timed)
-            self.times = []
+        self.auto.time(i, seconds, self.auto.run)
 
     def keep(self) -> None:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""

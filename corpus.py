@@ -132,7 +132,7 @@ def write_responses(args, target: Transformer, items: list, stops: tuple, ranks:
             continue
         requests = [Request(items[i][0], most - len(items[i][0]), args.temperature[i % len(args.temperature)], seed=i) for i in shard]
         texts = [[] for _ in shard]
-        decoder, plan = open_batch(target, None, requests, min(args.write_batch, len(shard)), "ar", 1, False, False)
+        decoder, plan, _ = open_batch(target, None, requests, min(args.write_batch, len(shard)), "ar", 1, False, False)
         def until(row, tokens):
             return next((k + 1 for k, t in enumerate(tokens) if t in stops), None)
         for e in serve(decoder, requests, plan, until=until):

@@ -162,12 +162,13 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--timeout", type=float, default=120, metavar="S", help="seconds after which a rank that keeps the others waiting ends the launch (default 120)")
     add("--device", default="cpu")
     add("--dtype", choices=tuple(DTYPES), help="default float32 on the CPU, bfloat16 elsewhere")
-    add("--compile", action="store_true", help="compile the round")
+    add("--compile", action=argparse.BooleanOptionalAction, help="compile rounds and prefill (default: on a GPU; the first use takes minutes, then a cache serves)")
     add("--json", action="store_true", help="one JSON object per prompt: text, tokens, accepted per round, timings, finish")
     add("--color", action="store_true", help="accepted drafts in green, the target's own tokens in yellow")
     add("--check", action="store_true", help="decode with ar too; fail unless the tokens are identical")
     add("--tree", type=int, nargs="?", const=1, metavar="K", help="draw the tree of round K (default 1) of the first prompt, and stop")
     args = parser.parse_args(argv)
+    args.compile = args.device.split(":")[0] == "cuda" if args.compile is None else args.compile
     args.dtype = args.dtype or ("float32" if args.device.split(":")[0] == "cpu" and not args.plan else "bfloat16")
     return args
 
@@ -335,8 +336,9 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
         print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)
     stops = read_stop_ids(folder, target.config, tokenizer)
     def progress(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        kept = text.startswith("compiled ")  # how long each graph took stays to be read
+        if kept or sys.stderr.isatty():
+            print(("\r\033[K" if sys.stderr.isatty() else "") + text, end="\n" if kept else "", file=sys.stderr, flush=True)
 
     if file:
         decoder, plan, pilot = open_batch(target, draft, requests, slots, args.mode, args.budget, args.spine, args.compile, progress)

@@ -230,7 +230,7 @@ class Attention(nn.Module):
         C, N = self.c.kv_lora_rank, x.shape[1]
         q_nope, q_rope, new = self.project(x, rope)
         q = torch.cat((torch.einsum("bnhd,hdc->bnhc", q_nope, self.w_uk), q_rope), -1).flatten(1, 2)  # (B, N*H, C+R)
-        scores = torch.cat((q @ past.mT, q @ new.mT), -1).unflatten(1, (N, -1))                      # (B, N, H, S+N)
+        scores = torch.cat((q @ past.transpose(1, 2), q @ new.transpose(1, 2)), -1).unflatten(1, (N, -1))                      # (B, N, H, S+N)
         p = torch.add(bias, upcast(scores), alpha=self.c.softmax_scale).softmax(-1).to(x.dtype).flatten(1, 2)
         S = past.shape[1]
         out = p[..., :S] @ past[..., :C] + p[..., S:] @ new[..., :C]                                  # (B, N*H, C)
@@ -325,6 +325,9 @@ def own_ids(ids: Tensor, first: int, E: int) -> Tensor:
     return torch.where((ids >= first) & (ids < first + E), ids - first, E)
 
 
+CACHE_BYTES = 16e6  # of expert weights that a processor's last cache holds, so that reading them again is free
+
+
 class Experts(nn.Module):
     """The routed experts, stacked: gate_up (E, 2I, h) with the gate's rows first, down (E, h, I)."""
 
@@ -337,20 +340,34 @@ class Experts(nn.Module):
     def num_weights(self) -> int:
         return self.gate_up.numel() + self.down.numel()
 
+    def gathers(self, pairs: int) -> bool:
+        """Whether each (token, expert) pair reads its expert's weights by itself: compiled, that is one fused product, no sort
+        and no grouped kernel. It reads an expert once per pair, so it pays while pairs rarely meet, or meet in a cache."""
+        one = self.gate_up[0].nbytes + self.down[0].nbytes
+        return torch.compiler.is_compiling() and (pairs <= self.down.shape[0] or pairs * one <= CACHE_BYTES)
+
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x (T, h), weights (T, K), ids (T, K) -> (T, h)."""
         (T, K), E = ids.shape, self.down.shape[0]
         if self.first is not None:
             ids = own_ids(ids, self.first, E)
+        y = self.gathered(x, ids.clamp(max=E - 1)) if self.gathers(T * K) else self.grouped(x, ids)       # (T, K, h)
+        if self.first is not None:
+            y = y.masked_fill((ids == E).unsqueeze(-1), 0)
+        return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1)
+
+    def gathered(self, x: Tensor, ids: Tensor) -> Tensor:
+        gate, up = (self.gate_up[ids] * x[:, None, None]).sum(-1).chunk(2, -1)                            # (T, K, I)
+        return (self.down[ids] * (F.silu(gate) * up).unsqueeze(2)).sum(-1)
+
+    def grouped(self, x: Tensor, ids: Tensor) -> Tensor:
+        (T, K), E = ids.shape, self.down.shape[0]
         flat, order = ids.flatten().sort(stable=True)
         ends = torch.searchsorted(flat, torch.arange(1, E + 1, device=x.device), out_int32=True)
         gate, up = grouped_linear(x[order // K], self.gate_up, ends).chunk(2, -1)
         y = grouped_linear(F.silu(gate) * up, self.down, ends)
         # back to (T, K) order before summing: atomic adds would sum in another order every time
-        y = torch.empty_like(y).index_copy(0, order, y).unflatten(0, (T, K))
-        if self.first is not None:
-            y = y.masked_fill((ids == E).unsqueeze(-1), 0)
-        return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1)
+        return torch.empty_like(y).index_copy(0, order, y).unflatten(0, (T, K))
 
 
 class MoE(nn.Module):
@@ -380,6 +397,11 @@ class Layer(nn.Module):
         attended, new = (self.self_attn.expanded(normed, rope), None) if past is None else self.self_attn(normed, rope, past, bias)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), new
+
+    @torch.compiler.nested_compile_region
+    def cached(self, x: Tensor, rope: tuple, past: Tensor, bias: Tensor) -> tuple:
+        """`forward` as a region that is compiled once for all layers alike: 61 layers cost little more than two."""
+        return self(x, rope, past, bias)
 
 
 class Transformer(nn.Module):
@@ -428,7 +450,7 @@ class Transformer(nn.Module):
         x, hidden, latents = self.embed_tokens(tree.tokens), {}, []
         for i, layer in enumerate(self.layers):
             past = self.cache[i, :, :span]
-            x, new = layer(x, rope, past if rows is None else past[rows], bias)
+            x, new = layer.cached(x, rope, past if rows is None else past[rows], bias)
             latents.append(new)
             if i in taps:
                 hidden[i] = x

@@ -213,11 +213,12 @@ def serve_file(file: PromptFile, decoder: Decoder, plan: Plan, tokenizer, stop_i
                 progress(figures())
     except KeyboardInterrupt:
         interrupted = True
-    progress("")
-    if choose is not None:
-        choose.keep()
+    finally:
+        code = file.close()
+        progress("")
+        if choose is not None:
+            choose.keep()
     wrong = f", {file.wrong} lines could not be served" if file.wrong else ""
-    print(f"{'interrupted; ' if interrupted else ''}{'auto' if choose else plan.mode}: {figures()}, {usage.rounds} rounds with {usage.busy:.0%} of {usage.slots} slots busy, "
-          f"{time.perf_counter() - began:.1f} s{wrong}{f'; {choose.auto.summary()}' if choose else ''}", file=sys.stderr)
-    code = file.close()
+    print(f"{'interrupted; ' if interrupted else ''}{'auto' if choose else plan.mode}: {figures()}, {usage.rounds} rounds with {usage.busy:.0%} of "
+          f"{usage.slots} slots busy, {time.perf_counter() - began:.1f} s{wrong}{f'; {choose.auto.summary()}' if choose else ''}", file=sys.stderr)
     return 130 if interrupted else code

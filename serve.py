@@ -131,11 +131,14 @@ def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, ba
     plan = Plan("ar" if mode == "auto" else mode, budget or BUDGET, spine, bool(hot), any(r.top_k > 0 or r.top_p < 1 for r in hot))
     decoder.prepare(plan)
     if compile:
-        decoder.compile()
-    if mode != "auto":
-        return decoder, plan, None
-    typical = max(len(r.tokens) + r.max_new_tokens // 2 for r in requests)
-    return decoder, plan, start(decoder, plan, budget, span_for(min(typical, decoder.slots), decoder.slots), progress)
+        decoder.compile(progress)
+    if mode == "auto":
+        typical = max(len(r.tokens) + r.max_new_tokens // 2 for r in requests)
+        return decoder, plan, start(decoder, plan, budget, span_for(min(typical, decoder.slots), decoder.slots, decoder.least_span), progress)
+    if compile:
+        spans = {span_for(n, decoder.slots, decoder.least_span) for n in range(min(len(r.tokens) for r in requests) + 1, most + 1)}
+        decoder.warm(plan, sorted(spans))
+    return decoder, plan, None
 
 
 def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Optional[Callable[[State], Plan]] = None, stop_ids: tuple = (),
@@ -146,7 +149,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     the plan and the requests so far: asking each round for less would cost a graph.) Where ranks share the models, rank 0 chooses and
     cancels for all; requests and until must be the same on all. stop_ids end a text and are not emitted.
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
-    of prompts read while nothing decodes."""
+    of prompts read while nothing decodes. UserError on a prompt that the slots cannot hold."""
     B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), Usage() if usage is None else usage
     queue, rows, resting, state = enumerate(requests), [None] * B, set(), State(0, 0, None, [], 0.0)
     usage.slots = B
@@ -180,8 +183,12 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         fresh = []
         for slot in [s for s in range(B) if rows[s] is None]:
             number, request = next(queue, (0, None))
+            while request is not None and request.cancelled:
+                yield Event(number, [], 0, "cancelled", False)
+                number, request = next(queue, (0, None))
             if request is None:
                 break
+            check_prompt(request.tokens, f"prompt {number}", decoder.slots, decoder.target.config.vocab_size)
             rows[slot] = Row(number, request, min(len(request.tokens) + request.max_new_tokens, decoder.slots), len(request.tokens))
             fresh.append((slot, request))
         if not any(rows):
@@ -205,7 +212,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         if resting:
             decoder.active[torch.tensor(sorted(resting), device=device)] = False
             resting.clear()
-        span = span_for(max(rows[s].total for s in decoding), decoder.slots)
+        span = span_for(max(rows[s].total for s in decoding), decoder.slots, decoder.least_span)
         turn = plan if choose is None else agree(choose(state._replace(rows=len(decoding), span=span)))._replace(sampled=plan.sampled, filtered=plan.filtered)
         if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
             turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
@@ -242,7 +249,7 @@ def read_chunk(decoder: Decoder, rows: list, reading: list, room: int, plan: Pla
     tokens = [rows[s].request.tokens[at:at + n] + [0] * (T - n) if n else [0] * T for s, at, n in zip(slots, start, counts)]
     last = [n > 0 and rows[s].left == n for s, n in zip(slots, counts)]
     roots = decoder.feed(torch.tensor(tokens, device=device), torch.tensor(counts, device=device), torch.tensor(last, device=device),
-                         torch.tensor(slots, device=device), Plan("ar", 0, False, plan.sampled, plan.filtered), span_for(max(start), decoder.slots))
+                         torch.tensor(slots, device=device), Plan("ar", 0, False, plan.sampled, plan.filtered), span_for(max(start), decoder.slots, decoder.least_span))
     for s, n in zip(slots, counts):
         if n:
             rows[s].read += n
@@ -266,9 +273,9 @@ def rung(n: int, least: int) -> int:
     return least if n <= least else rung(n, 4 * least)
 
 
-def span_for(length: int, slots: int) -> int:
+def span_for(length: int, slots: int, least: int = 64) -> int:
     """How many cache slots to attend for `length` committed tokens: none, or a power of two, at most the whole cache."""
-    return min(bucket(length, 64), slots) if length else 0
+    return min(bucket(length, least), slots) if length else 0
 
 
 # What cannot be served

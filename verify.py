@@ -7,6 +7,7 @@ Shapes: B sequences, N nodes, D drafted depth, P = D + 1 nodes of a path, V voca
 ladder.
 """
 import math
+import time
 from typing import Callable, NamedTuple, Optional
 
 import torch
@@ -125,6 +126,14 @@ class Plan(NamedTuple):
         return f"ddtree {self.budget}" if self.mode == "ddtree" else self.mode
 
 
+def describe(args: tuple) -> str:
+    """What tells one graph from another, in words: `8 x 16 tokens`, `ddtree 32`, `span 256`."""
+    words = [f"{' x '.join(map(str, a.shape))} tokens" for a in args if isinstance(a, Tensor) and a.dim() == 2]
+    plan, span = next((a for a in args if isinstance(a, Plan)), None), next((a for a in args if isinstance(a, int)), None)
+    words += [f"{plan.mode} {plan.budget}" if plan.mode == "ddtree" else plan.mode] if plan and not words else []
+    return ", ".join(words + ([f"span {span}"] if span is not None else []))
+
+
 class Decoder(nn.Module):
     """B sequences in flight: the two models, their caches, and per-row state in buffers, so that a round takes no
     argument that changes and the host has nothing to decide inside it.
@@ -154,12 +163,15 @@ class Decoder(nn.Module):
         self.ring, self.waiting = ring if draft is not None else 0, 0      # waiting: the host's bound on pending
         if self.ring:  # one slot more takes what is not committed
             self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring + 1, draft.fc.in_features), persistent=False)
-        self.compiled, self.pairs = None, {}
+        self.compiled, self.pairs, self.least_span = None, {}, 64
 
-    def compile(self) -> None:
-        """From here on `step` runs each (plan, span, chunk shape) as one compiled graph: on CUDA, one CUDA graph."""
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # a graph per plan and bucket
-        self.compiled = [torch.compile(f, mode="reduce-overhead", fullgraph=True, dynamic=False) for f in (self.round, self.prefill, self.catch_up)]
+    def compile(self, progress: Callable = lambda text: None, **options) -> None:
+        """From here on `step` runs each (plan, span, chunk shape) as one compiled graph: on CUDA, one CUDA graph. The first call
+        of each compiles it; progress(text) hears before and after. options: of torch.compile, other than those used here."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)  # a graph per plan and bucket
+        options = {"mode": "reduce-overhead", **options} if "backend" not in options else options
+        self.compiled = [torch.compile(f, fullgraph=True, dynamic=False, **options) for f in (self.round, self.prefill, self.catch_up)]
+        self.progress, self.met, self.least_span = progress, set(), 256  # fewer buckets, fewer graphs
 
     def step(self, plan: Plan, span: int) -> list:
         """`round`, read back: the one device-to-host copy of a round. A drafter that rested catches up before it drafts, and
@@ -185,7 +197,23 @@ class Decoder(nn.Module):
         if self.compiled is None:
             return eager(*args)
         torch.compiler.cudagraph_mark_step_begin()  # the last output was read; its memory may be written again
-        return self.compiled[which](*args)
+        graph = (which, *(a.shape if isinstance(a, Tensor) else a for a in args))
+        if graph in self.met:
+            return self.compiled[which](*args)
+        name = f"{eager.__name__} {describe(args)}".strip()
+        self.progress(f"compiling {name} …")
+        began, out = time.perf_counter(), self.compiled[which](*args)
+        self.met.add(graph)
+        seconds = time.perf_counter() - began
+        self.progress(f"compiled {name} in {seconds:.1f} s" if seconds > 1 else "")
+        return out
+
+    def warm(self, plan: Plan, spans: list) -> None:
+        """Compiles the rounds of a plan before the first row enters: rows at rest emit and commit nothing. Three calls each,
+        since a CUDA graph is warmed up, recorded, and then replayed."""
+        for span in spans:
+            for _ in range(3):
+                self._run(0, self.round, plan, span)
 
     def enter(self, rows: list, settings: list) -> None:
         """New requests take these rows: nothing is committed and nothing happens in them until their prompts are read.

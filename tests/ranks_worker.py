@@ -78,7 +78,7 @@ def served(case: dict) -> dict:
     """More requests than slots, and rounds whose mode each rank would choose by a clock of its own."""
     target, draft = pair(case)
     requests = [serve.Request(p, **case["settings"]) for p in case["prompts"]]
-    decoder, plan = serve.open_batch(target, draft, requests, case["slots"], "ddtree", 12, False, False)
+    decoder, plan, _ = serve.open_batch(target, draft, requests, case["slots"], "ddtree", 12, False, False)
     plans = [Plan("ar", 0), Plan("dflash", 0), Plan("ddtree", 12), Plan("ddtree", 4, ladder=(1, 4, 12))]
     for p in plans:
         decoder.prepare(p)

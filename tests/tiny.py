@@ -84,11 +84,12 @@ class Informed(Drafter):
         return logits, conditional
 
 
-def drafter(target: Transformer, kind: str = "full", seed: int = 0, **changes) -> Informed:
+def drafter(target: Transformer, kind: str = "full", seed: int = 0, plain: bool = False, **changes) -> Drafter:
+    """plain: it was told nothing, and can be compiled."""
     c, dtype = target.config, target.norm.weight.dtype
     sizes = {"vocab_size": c.vocab_size, "hidden_size": c.hidden_size, "num_target_layers": c.num_layers,
              "max_position_embeddings": c.max_positions}
-    model = Informed(DraftConfig.from_dict({**DRAFT, **sizes, **KINDS[kind], **changes})).to(dtype)
+    model = (Drafter if plain else Informed)(DraftConfig.from_dict({**DRAFT, **sizes, **KINDS[kind], **changes})).to(dtype)
     randomize(model.own_params().values(), seed, 0.2)
     model.share(target)
     model.reset_frequencies()
