@@ -358,7 +358,7 @@ def test_soak_of_20000_rounds(monkeypatch):
             count += 1
             yield live[count - 1]
 
-    plans = [Plan("ar")] * 7 + [Plan("dflash")] * 2 + [Plan("ddtree", 6)]
+    plans = [Plan("ar")] * 17 + [Plan("dflash")] * 2 + [Plan("ddtree", 6)]
     decoder, plan, _ = open_batch(target, draft, [Request([1], 2100)], 6, "ddtree", 6, False, False)
     for e in serve.serve(decoder, requests(), plan, lambda state: g.choice(plans),
                          until=lambda number, tokens: 1 if g.random() < 0.003 else None, usage=usage):
@@ -374,5 +374,5 @@ def test_soak_of_20000_rounds(monkeypatch):
             looked = usage.rounds // 50
             assert all((n == decoder.length).all() for n in decoder.lengths()) and len(live) <= 6
             before = memory() if before is None and usage.rounds > 6000 else before
-    assert usage.rounds >= 20000 and set(ends) == {"stop", "length", "cancelled"} and min(ends.values()) > 50 and not live and usage.busy > 0.99
+    assert usage.rounds >= 20000 and set(ends) == {"stop", "length", "cancelled"} and min(ends.values()) > 50 and not live and usage.busy > 0.95
     assert memory() - before < 16 << 20
