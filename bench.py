@@ -4,6 +4,7 @@
     python bench.py                  the same at concurrency 1, 4 and 16
     python bench.py --questions      and: (a) is the context read once? (b) what does a candidate cost? (c) what do compiled
                                      rounds bring? (d) what to pick?
+    python bench.py --serve 200      requests of mixed length through 16 slots, against one by one
     python bench.py --trees          what building a tree costs where the vocabulary is large, from marginals and over conditionals
     python bench.py --random --config NAME --layers 2    layers of a real model's size with random weights, scaled to its full
                                      depth: what verification costs. It says nothing about acceptance
@@ -27,6 +28,7 @@ JSON object; --out keeps it.
 """
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -44,7 +46,7 @@ from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, m
 from ddtree import CANDIDATES, build_tree
 from generate import BUNDLED, DTYPES, check_device, generate, load, locate
 from model import chain
-from serve import MODES, need, prefill, span_for
+from serve import MODES, Request, Usage, need, open_batch, prefill, serve, span_for
 from show import exit_code
 from verify import Decoder, Plan
 
@@ -198,6 +200,36 @@ def bench_text(args) -> dict:
     return report
 
 
+# Requests through slots
+
+def bench_serve(args) -> dict:
+    """The throughput of slots that are refilled: the same requests, prompts and texts of 8 to 128 tokens, through one slot and
+    through many. All slots go first and last, so that a drift of the machine does not favour them."""
+    pair, g = load(args.model, args.draft, args.device, DTYPES[args.dtype]), random.Random(0)
+    text, sizes = [encode(pair[2], t) for t in read_prompts(args.prompt_file, args.prompts)], (8, 16, 32, 64, 128)
+    if max(sizes) * 2 > pair[0].config.max_positions:
+        raise UserError(f"requests of {max(sizes) * 2} tokens exceed the {pair[0].config.max_positions} positions of the model")
+    long = [sum((text[(i + k) % len(text)] for k in range(len(text))), []) for i in range(len(text))]  # real text, whatever is asked for
+    requests = [Request(long[i % len(long)][:g.choice(sizes)], g.choice(sizes), args.temperature[0], seed=i) for i in range(args.serve)]
+    case, slots, rows = Case("ar") if pair[1] is None else Case("ddtree", args.budgets[0]), max(args.concurrency), []
+    for batch in (slots, 1, slots):
+        decoder, plan = open_batch(*pair[:2], requests, batch, case.mode, case.budget, False, args.compile)
+        usage, texts, began = Usage(), [[] for _ in requests], time.perf_counter()
+        for e in serve(decoder, requests, plan, usage=usage):
+            texts[e.number] += e.tokens
+            progress(f"{batch} slots: {usage.tokens} tokens")
+        rows.append({"slots": batch, "seconds": time.perf_counter() - began, "tokens": usage.tokens, "rounds": usage.rounds, "busy": usage.busy,
+                     "tokens_per_round": usage.per_round, "tok_s": usage.tokens / (time.perf_counter() - began), "texts": texts})
+    progress()
+    for row in rows:
+        row |= {"ratio": row["tok_s"] / rows[1]["tok_s"], "differs": sum(a != b for a, b in zip(row["texts"], rows[1]["texts"]))}
+    print(f"\n{len(requests)} requests, {sum(len(r.tokens) for r in requests)} prompt tokens, {case}, temperature {args.temperature[0]:g}, {args.dtype}")
+    table(["slots", "tokens", "rounds", "slots busy", "tokens/round", "seconds", "tok/s", "ratio", "differs"],
+          [[str(r["slots"]), str(r["tokens"]), str(r["rounds"]), f"{r['busy']:.0%}", r["tokens_per_round"], r["seconds"], r["tok_s"], r["ratio"], str(r["differs"])]
+           for r in rows])
+    return {"serve": rows}
+
+
 # The questions: what the context, a candidate and compilation cost
 
 @torch.no_grad()
@@ -287,6 +319,7 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--quick", action="store_true", help="concurrency 1 only")
     add("--questions", action="store_true", help="also what the context, a candidate and compilation cost")
     add("--random", action="store_true", help="layers of a real model's size, with random weights")
+    add("--serve", type=int, metavar="N", help="N requests of mixed length through as many slots as the largest --concurrency, and through one")
     add("--trees", action="store_true", help="what building trees costs where the vocabulary is large")
     add("--config", metavar="NAME|FILE", help="with --random: a config.json, or a name in tests/configs")
     add("--layers", type=int, default=1, metavar="K", help="with --random: sparse layers to build (default 1)")
@@ -314,11 +347,11 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     args.concurrency = args.concurrency or ([1] if args.quick else [1, 8, 32] if args.random else [1, 4, 16])
-    for name, least in (("tokens", 2), ("concurrency", 1), ("threads", 1), ("repeats", 2), ("nodes", 1), ("contexts", 1), ("budgets", 1), ("temperature", 0)):
+    for name, least in (("tokens", 2), ("concurrency", 1), ("threads", 1), ("repeats", 2), ("nodes", 1), ("contexts", 1), ("budgets", 1), ("temperature", 0), ("serve", 1)):
         value = getattr(args, name)
         lowest = min(value) if isinstance(value, list) else value
         need(lowest is None or lowest >= least, f"{name} must be at least {least}, got {lowest}")
-    need(not (args.trees and args.random), "--trees and --random are two benches; run one at a time")
+    need(args.trees + args.random + (args.serve is not None) < 2, "--trees, --random and --serve are different benches; run one at a time")
     need(args.random == (args.config is not None), "--random and --config go together: name the model whose layers to build")
     need(args.out is None or args.out.absolute().parent.is_dir(), f"{args.out} cannot be written: its folder does not exist")
     need(not args.capture or args.random and args.device.startswith("cuda"), "--capture goes with --random on a CUDA device")
@@ -329,13 +362,13 @@ def run(args: argparse.Namespace) -> int:
     check_device(args.device)
     report = {"machine": machine(args), "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
     print(", ".join(f"{k} {v}" for k, v in report["machine"].items()))
-    report |= bench_trees(args) if args.trees else bench_random(args) if args.random else bench_text(args)
+    report |= bench_serve(args) if args.serve else bench_trees(args) if args.trees else bench_random(args) if args.random else bench_text(args)
     line = json.dumps(rounded(report))
     if args.out:
         args.out.write_text(line + "\n")
-    wrong = sum(row["differs"] for row in report.get("modes", []) if args.dtype in ("float32", "float64"))
+    wrong = sum(row["differs"] for row in report.get("modes", report.get("serve", [])) if args.dtype in ("float32", "float64"))
     if wrong:
-        print(f"error: {wrong} texts differ from ar in {args.dtype}; see the column differs", file=sys.stderr)
+        print(f"error: {wrong} texts differ in {args.dtype}; see the column differs", file=sys.stderr)
     print(line, flush=True)
     return 1 if wrong else 0
 
