@@ -213,20 +213,21 @@ def bench_serve(args) -> dict:
     requests = [Request(long[i % len(long)][:g.choice(sizes)], g.choice(sizes), args.temperature[0], seed=i) for i in range(args.serve)]
     case, slots, rows = Case("ar") if pair[1] is None else Case("ddtree", args.budgets[0]), max(args.concurrency), []
     for batch in (slots, 1, slots):
-        decoder, plan = open_batch(*pair[:2], requests, batch, case.mode, case.budget, False, args.compile)
-        usage, texts, began = Usage(), [[] for _ in requests], time.perf_counter()
+        decoder, plan, _ = open_batch(*pair[:2], requests, batch, case.mode, case.budget, False, args.compile)
+        usage, texts, began, worked = Usage(), [[] for _ in requests], time.perf_counter(), time.process_time()
         for e in serve(decoder, requests, plan, usage=usage):
             texts[e.number] += e.tokens
             progress(f"{batch} slots: {usage.tokens} tokens")
-        rows.append({"slots": batch, "seconds": time.perf_counter() - began, "tokens": usage.tokens, "rounds": usage.rounds, "busy": usage.busy,
-                     "tokens_per_round": usage.per_round, "tok_s": usage.tokens / (time.perf_counter() - began), "texts": texts})
+        seconds = time.perf_counter() - began
+        rows.append({"slots": batch, "seconds": seconds, "cpu_seconds": time.process_time() - worked, "tokens": usage.tokens, "rounds": usage.rounds,
+                     "busy": usage.busy, "tokens_per_round": usage.per_round, "tok_s": usage.tokens / seconds, "texts": texts})
     progress()
     for row in rows:
         row |= {"ratio": row["tok_s"] / rows[1]["tok_s"], "differs": sum(a != b for a, b in zip(row["texts"], rows[1]["texts"]))}
     print(f"\n{len(requests)} requests, {sum(len(r.tokens) for r in requests)} prompt tokens, {case}, temperature {args.temperature[0]:g}, {args.dtype}")
-    table(["slots", "tokens", "rounds", "slots busy", "tokens/round", "seconds", "tok/s", "ratio", "differs"],
-          [[str(r["slots"]), str(r["tokens"]), str(r["rounds"]), f"{r['busy']:.0%}", r["tokens_per_round"], r["seconds"], r["tok_s"], r["ratio"], str(r["differs"])]
-           for r in rows])
+    table(["slots", "tokens", "rounds", "slots busy", "tokens/round", "seconds", "CPU s", "tok/s", "ratio", "differs"],
+          [[str(r["slots"]), str(r["tokens"]), str(r["rounds"]), f"{r['busy']:.0%}", r["tokens_per_round"], r["seconds"], r["cpu_seconds"], r["tok_s"], r["ratio"],
+            str(r["differs"])] for r in rows])
     return {"serve": rows}
 
 

@@ -93,6 +93,13 @@ def test_random_layers(capsys, more):
     assert all(r["bytes"] > 0 and r["ms"]["median"] > r["sparse_layer_ms"] for r in out["random"])
 
 
+@pytest.mark.parametrize("draft", ["auto", "none"])
+def test_requests_through_slots(folder, capsys, draft):
+    out = report(capsys, "--model", folder, "--draft", draft, "--serve", "6", "--concurrency", "3", "--temperature", "0.7", "--budgets", "4", "--dtype", "float64")
+    assert [(r["slots"], r["differs"], r["tokens"]) for r in out["serve"]] == [(n, 0, out["serve"][0]["tokens"]) for n in (3, 1, 3)]
+    assert out["serve"][1]["busy"] == 1 == out["serve"][1]["ratio"] and out["serve"][0]["rounds"] < out["serve"][1]["rounds"]
+
+
 def test_numbers():
     assert bench.repeated_4grams([1, 2, 3, 4, 5]) == 0 and bench.repeated_4grams([7] * 8) == 0.8 and bench.repeated_4grams([1]) == 0
     assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "q1": 1.5, "q3": 2.5} and spread([4.0])["q3"] == 4.0
@@ -102,7 +109,7 @@ def test_numbers():
 @pytest.mark.parametrize("argv, message", [
     (["--tokens", "1"], "tokens must be at least 2"), (["--prompts", "25"], "between 1 and the 24"), (["--budgets", "8", "0"], "budgets must be at least 1"),
     (["--concurrency", "0"], "concurrency must be at least 1"), (["--temperature", "-1"], "temperature must be at least 0"),
-    (["--random"], "go together"), (["--random", "--config", "nothing"], "no config 'nothing'"), (["--out", "/no/such/folder/x"], "cannot be written"),
+    (["--random"], "go together"), (["--serve", "0"], "serve must be at least 1"), (["--serve", "3", "--trees"], "one at a time"), (["--random", "--config", "nothing"], "no config 'nothing'"), (["--out", "/no/such/folder/x"], "cannot be written"),
     (["--random", "--config", "kimi_k26", "--layers", "61"], "between 1 and the 60"), (["--model", "/no/such/model"], "no such model folder"),
     (["--prompt-file", "/no/such/file"], "cannot be read"), (["--prompt-file", __file__], "one {\"id\""), (["--device", "nope"], "device 'nope'")])
 def test_user_errors(argv, message, capsys):
