@@ -16,6 +16,7 @@ from test_cli import PROMPT, TOKENIZER, edit, endless, notes, objects, pair, ref
 LINES = [{"id": "a", "prompt": PROMPT}, {"id": 2, "prompt": "é", "max_new_tokens": 7}, {"id": "c", "prompt": "return 漢字 " * 9, "temperature": 0.8, "seed": 3},
          {"id": "d", "prompt": PROMPT, "temperature": 1.1, "seed": 4, "top_k": 50, "top_p": 0.9}, {"id": "e", "prompt": "x", "max_new_tokens": 1},
          {"id": "f", "prompt": "x" * 505, "max_new_tokens": 100}, {"id": "g", "prompt": "y", "max_new_tokens": 30}]
+DDTREE = ("--mode", "ddtree")  # a mode that needs no measuring first
 FLAGS = {"max_new_tokens": "--max-new-tokens", "temperature": "--temperature", "seed": "--seed", "top_k": "--top-k", "top_p": "--top-p", "stop": "--stop"}
 
 
@@ -32,7 +33,7 @@ def write(path: Path, lines: list) -> Path:
 def served(pair, file: Path, *args, code: int = 0) -> tuple:
     """A run over a file with --out -> the results by id, stderr."""
     out = file.with_name("out.jsonl")
-    got, stdout, err = run("--model", pair / "target", "--max-new-tokens", 20, "--prompts", file, "--out", out, *args)
+    got, stdout, err = run("--model", pair / "target", "--max-new-tokens", 20, "--prompts", file, "--out", out, *DDTREE[:0 if "--draft" in args else 2], *args)
     assert got == code and stdout == "", err
     lines = out.read_bytes().split(b"\n")
     assert lines.pop() == b""
@@ -43,21 +44,21 @@ def served(pair, file: Path, *args, code: int = 0) -> tuple:
 
 def by_itself(pair, line: dict, *args) -> dict:
     own = [x for k, v in line.items() if k in FLAGS for x in (FLAGS[k], v)]
-    return objects(pair, "--prompt", line["prompt"], *own, *args)[0]
+    return objects(pair, "--prompt", line["prompt"], *own, *DDTREE, *args)[0]
 
 
 # What it writes
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_each_line_gets_what_it_gets_alone(pair, file, batch):
-    results, err = served(pair, file, "--batch", batch, "--dtype", "float64")
+@pytest.mark.parametrize("batch, mode", [(1, "ddtree"), (3, "auto"), (16, "ddtree")])
+def test_each_line_gets_what_it_gets_alone(pair, file, batch, mode):
+    results, err = served(pair, file, "--batch", batch, "--dtype", "float64", "--mode", mode)
     assert set(results) == {line["id"] for line in LINES}
     for line in LINES:
         r, alone = results[line["id"]], by_itself(pair, line, "--dtype", "float64")
-        assert all(r[k] == alone[k] for k in ("text", "tokens", "finish", "mode")) and 0 < r["first_token_s"] <= r["seconds"]
+        assert all(r[k] == alone[k] for k in ("text", "tokens", "finish")) and r["mode"] == mode and 0 < r["first_token_s"] <= r["seconds"]
         assert len(r["tokens"]) == 1 + sum(n + 1 for n in r["accepted"])
     tokens = sum(len(r["tokens"]) for r in results.values())
-    assert f"ddtree: 7 of 7 done, " in err and f" of {min(batch, 7)} slots busy" in err and notes(err).count("\n") == 1 and tokens > 90
+    assert f"{mode}: 7 of 7 done, " in err and f" of {min(batch, 7)} slots busy" in err and notes(err).count("\n") == 1 and tokens > 90
 
 
 def test_results_go_to_stdout_without_out(pair, file):
@@ -125,7 +126,7 @@ def test_whatever_ends_a_run_what_was_finished_is_kept(pair, file, monkeypatch, 
             raise error
         return ordinary(*args)
     monkeypatch.setattr(generate.Decoder, "step", step)
-    args = ("--model", pair / "target", "--max-new-tokens", 20, "--prompts", file, "--out", out, "--batch", 2)
+    args = ("--model", pair / "target", "--max-new-tokens", 20, "--prompts", file, "--out", out, "--batch", 2, *DDTREE)
     if code is None:
         with pytest.raises(RuntimeError, match="boom"):
             run(*args)
@@ -159,7 +160,7 @@ def test_a_last_line_that_was_cut_short_is_done_again(pair, file, cut):
 def test_process_that_is_killed_loses_nothing_finished(endless, tmp_path):
     lines = [{"id": i, "prompt": "x" * (i + 1), "max_new_tokens": 3} for i in range(5)] + [{"id": "long", "prompt": PROMPT, "max_new_tokens": 20000}]
     file, out = write(tmp_path / "p.jsonl", lines), tmp_path / "out.jsonl"
-    p = start(endless, "--prompts", file, "--out", out, "--batch", "2", "--temperature", "2")
+    p = start(endless, "--prompts", file, "--out", out, "--batch", "2", "--temperature", "2", *DDTREE)
     until = time.time() + 120
     while time.time() < until and not (out.exists() and out.read_bytes().count(b"\n") == 5):
         time.sleep(0.05)
@@ -168,7 +169,7 @@ def test_process_that_is_killed_loses_nothing_finished(endless, tmp_path):
     kept = out.read_bytes()
     assert {json.loads(line)["id"] for line in kept.splitlines()} == set(range(5))
     write(file, lines[:5] + [{"id": "long", "prompt": PROMPT, "max_new_tokens": 2}])
-    code, _, err = run("--model", endless / "target", "--prompts", file, "--out", out)
+    code, _, err = run("--model", endless / "target", "--prompts", file, "--out", out, *DDTREE)
     assert code == 0 and "5 of 6 prompts were done before" in err
     assert out.read_bytes().startswith(kept) and json.loads(out.read_bytes().splitlines()[-1])["id"] == "long"
 
