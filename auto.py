@@ -19,7 +19,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -303,14 +302,17 @@ def write_costs(key: dict, kept: dict) -> None:
         pass
 
 
-def measure(decoder: Decoder, turns: list, span: int, repeats: int = 5, warm: int = 1) -> list:
-    """Median seconds of each Plan's round, taking turns, and of catching up. No row may be active: such rounds cost the same and
-    commit nothing. Roots are random tokens while it lasts, for equal ones would all go to the same experts."""
+def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: int = 15, patience: float = 4.0) -> list:
+    """Seconds of each Plan's round, taking turns, and of catching up: the lower quartile of up to `repeats`, for others on the machine
+    only ever add; after `patience` seconds 3 are enough. No row may be active: such rounds cost the same and commit nothing. Roots are
+    random tokens while it lasts, for equal ones would all go to the same experts."""
     device, V = decoder.root.device, decoder.target.config.vocab_size
     decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))
     calls = [decoder.follow] + [lambda turn=turn: decoder.step(turn, span) for turn in turns]
-    times = [[] for _ in calls]
+    times, end = [[] for _ in calls], now(device) + patience
     for n in range(warm + repeats):
+        if agree(n >= warm + 3 and now(device) > end):
+            break
         decoder.waiting = 0
         for call, kept in zip(calls, times):
             began = now(device)
@@ -318,7 +320,7 @@ def measure(decoder: Decoder, turns: list, span: int, repeats: int = 5, warm: in
             kept += [now(device) - began] if n >= warm else []
     decoder.root.zero_()
     decoder.waiting = 0
-    return [statistics.median(t) for t in times[1:] + times[:1]]
+    return [sorted(t)[len(t) // 4] for t in times[1:] + times[:1]]
 
 
 def now(device: torch.device) -> float:

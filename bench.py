@@ -13,6 +13,8 @@ Text is real (bench/prompts.jsonl) and runs past end tokens, so that every row e
 so that a disturbance of the machine hits all alike. Numbers are medians, [quartiles] behind them. The last line of stdout is one
 JSON object; --out keeps it.
 
+    python bench.py --simulate       what rounds would cost on machines that are not here: a model (simulate.py has its flags)
+
     tok/s          tokens after the first over the time after the prefill, all rows of a batch together
     ratio          tok/s over those of ar on the same prompts, in the same minute
     tokens/round   emitted tokens per row and round, the target's own included, by prompt (batch); `pooled`: all over all
@@ -33,6 +35,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 from unittest.mock import patch
@@ -40,6 +43,7 @@ from unittest.mock import patch
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 
+from auto import WIDTHS
 from chat import encode
 from checkpoint import UserError, load_draft
 from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, now, progress, rounded, short, spread, table, timings, watching, weight_bytes
@@ -91,9 +95,9 @@ def repeated_4grams(tokens: list) -> float:
 def cases_for(draft, args, other: str = "") -> list:
     cases = [Case("ar")]
     if draft is not None:
-        cases += [Case("dflash"), *(Case("ddtree", b) for b in args.budgets)]
+        cases += [Case("auto", WIDTHS[-1]), Case("dflash"), *(Case("ddtree", b) for b in args.budgets)]
         cases += [Case("ddtree", 32, True)] if 32 in args.budgets and draft.depths <= 32 else []
-        cases += [c._replace(other=other) for c in cases if other and c.mode != "ar" and not c.spine]
+        cases += [c._replace(other=other) for c in cases if other and c.mode not in ("ar", "auto") and not c.spine]
     return list(dict.fromkeys(c._replace(compile=args.compile) for c in cases))
 
 
@@ -136,7 +140,7 @@ def compare(pair: tuple, prompts: list, cases: list, concurrency: int, temperatu
         began = time.perf_counter()
         decode(case, batches[0], args.tokens if case.compile else min(args.tokens, 8))
         rows[case] = {"case": str(case), **case._asdict(), "concurrency": concurrency, "temperature": temperature, "first_run_s": time.perf_counter() - began,
-                      "texts": {}, "tok_s": [], "tokens_per_round": [], "host": [], "emitted": 0, "rounds": 0, "stages": {s: [] for s in STAGES}}
+                      "texts": {}, "tok_s": [], "tokens_per_round": [], "host": [], "emitted": 0, "rounds": 0, "modes": Counter(), "stages": {s: [] for s in STAGES}}
     for n, batch in enumerate(batches):
         for case in cases[n % len(cases):] + cases[:n % len(cases)]:
             progress(f"concurrency {concurrency}, temperature {temperature:g}, batch {n + 1} of {len(batches)}: {case}")
@@ -147,6 +151,7 @@ def compare(pair: tuple, prompts: list, cases: list, concurrency: int, temperatu
             row["host"].append(1 - inside / seconds)
             row["tokens_per_round"].append(emitted / steps)
             row["emitted"], row["rounds"] = row["emitted"] + emitted, row["rounds"] + steps
+            row["modes"].update(m for r in results for m in r.modes)
             row["texts"].update((i, r.tokens) for i, r in zip(batch, results))
             if n % 4 == 0:  # a quarter of the batches is enough for medians over rounds
                 for stage, ms in stage_times(lambda: decode(case._replace(compile=False), batch), target.norm.weight.device).items():
@@ -170,6 +175,11 @@ def show_comparison(rows: list, prompts: list, tokenizer, args) -> None:
           [[r["case"], short(r["tok_s"], 1), r["ratio"], r["tokens_per_round"], r["pooled"],
             *(None if r["mode"] == "ar" and s in ("propose", "build") else r["stages"][s]["median"] for s in STAGES),
             f"{r['host']['median']:.0%}", f"{r['differs']} of {len(prompts)}"] for r in rows])
+    auto = next((r for r in rows if r["mode"] == "auto"), None)
+    if auto is not None:
+        fixed = max((r for r in rows if r is not auto), key=lambda r: r["ratio"]["median"])
+        print(f"auto against the best fixed mode, {fixed['case']}: {auto['ratio']['median'] / fixed['ratio']['median']:.2f}; its rounds: "
+              + ", ".join(f"{mode} {n / sum(auto['modes'].values()):.0%}" for mode, n in auto["modes"].most_common()))
     text = tokenizer.decode(prompts[0], skip_special_tokens=False) + " >>> " + tokenizer.decode(base["texts"][0], skip_special_tokens=False)
     print(f"repeated 4-grams: {base['repeated_4grams']:.0%}. The first text:", *(f"    {line}" for line in text.splitlines()), sep="\n", flush=True)
 
@@ -191,7 +201,7 @@ def bench_text(args) -> dict:
             show_comparison(rows[-len(cases):], prompts, pair[2], args)
     report = {"modes": rows}
     if args.questions:
-        report["questions"] = answer_questions(pair, prompts, [r for r in rows[:len(cases)] if not r["other"]], args)
+        report["questions"] = answer_questions(pair, prompts, [r for r in rows[:len(cases)] if not r["other"] and r["mode"] != "auto"], args)
     fastest = {(r["concurrency"], r["temperature"]): r for r in sorted(rows, key=lambda r: r["tok_s"]["median"])}
     report["pick"] = [{k: r[k] for k in ("concurrency", "temperature", "case", "tok_s", "ratio")} for _, r in sorted(fastest.items())]
     print("\n(d) what to pick")
@@ -376,6 +386,10 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Optional[list] = None) -> int:
     """Exit codes: 0; 1 where modes disagree in fp32 or fp64; 2 with one line on stderr where the user can mend it; 130 on Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if "--simulate" in argv:  # for machines that are not here; it has flags of its own
+        from simulate import run as simulated
+        return exit_code(lambda: simulated([a for a in argv if a != "--simulate"]), "--contexts or --concurrency")
     return exit_code(lambda: run(parse_arguments(argv)), "--concurrency, --tokens, --contexts or --budgets")
 
 
