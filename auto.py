@@ -32,12 +32,13 @@ from verify import ODDS, Decoder, Plan
 WIDTHS = (1, 4, 8, 16, 32, 64)
 COMPILED_WIDTHS = (8, 32)   # each plan costs a compilation
 RING = 32                   # rounds the drafter's taps may wait in memory: one graft then reads its weights once for all of them
-MEMORY = 1 / 12             # of expected tokens: a round counts e times less 12 rounds later
+MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24 rounds later
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.1  # how fast the machine's pace, and a candidate's own cost, follow live rounds
-MARGIN = 0.03               # by how much another candidate must be better
+MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
 PROBES = 0.01               # share of time that probes may lose
 PROBES_AR = 0.015           # while plain decode runs: nothing else tells that the text has become predictable
+SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST = 32                   # rounds before a candidate is probed again
 START = 4.0                 # rounds that what is believed at the start counts for
 
@@ -100,7 +101,7 @@ class Auto:
         n = range(len(self.candidates))
         best = pick([self.gain(i) for i in n], [self.cost(i) for i in n])
         # a guess from few rounds must be better still; plain decode gives its token for certain, so that a tie is its own
-        margin = MARGIN * (1 if self.current else 2) + 0.2 / self.weight[self.row(best)] if best else 0.0
+        margin = MARGIN * (1 if self.current else 2) + DOUBT / self.weight[self.row(best)] if best else 0.0
         if self.rate(best) > self.rate(self.current) * (1 + margin):
             self.current = best
         def loss(i):                  # seconds that a round of i loses against the current candidate
@@ -116,6 +117,10 @@ class Auto:
                 self.probing = True
                 return least
         return self.current
+
+    def settled(self) -> bool:
+        """Whether the round just chosen need not report: the means rest on enough rounds, the last of them is not long ago."""
+        return not self.probing and min(self.weight) >= SETTLED and self.unheard[-1] + 1 < QUIET
 
     def learn(self, i: int, rows: int, accepted: Optional[list] = None, expected: Optional[list] = None) -> None:
         """What a round of candidate i showed. rows: how many were active. accepted (D): how many of them accepted a draft at each depth. expected, summed over rows: how many should have, of each
@@ -184,9 +189,10 @@ class Pilot:
     """Called by `serve` with the State before every round: hears what the last one showed, and returns the next one's Plan. Where
     ranks share the models each has one, and what rank 0's says is done."""
 
-    def __init__(self, decoder: Decoder, auto: Auto, catch_up: float, key: dict):
-        """catch_up: seconds that the drafter needs to follow after a rest; key: of the file that keeps what is learnt."""
-        self.decoder, self.auto, self.catch_up, self.key = decoder, auto, catch_up, key
+    def __init__(self, decoder: Decoder, auto: Auto, catch_up: float, report: float, key: dict):
+        """catch_up: seconds that the drafter needs to follow after a rest; report: that a round needs to report on the ladder; key: of the
+        file that keeps what is learnt."""
+        self.decoder, self.auto, self.catch_up, self.report, self.key = decoder, auto, catch_up, report, key
         self.calls, self.span, self.followed = {}, 0, False
 
     def __call__(self, state) -> Plan:
@@ -194,7 +200,8 @@ class Pilot:
             self.hear(state)
         plan = self.auto.candidates[self.auto.choose()]
         self.span, self.followed = state.span, plan.mode != "ar" and self.decoder.waiting > 0
-        return plan
+        # eagerly, what a round reports costs as much as a few nodes
+        return plan._replace(ladder=()) if not self.decoder.compiled and self.auto.settled() else plan
 
     def hear(self, state) -> None:
         plan, B = state.plan, len(self.decoder.root)
@@ -202,7 +209,8 @@ class Pilot:
         self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
         told = state.packed[B:]  # nothing after plain decode, or past what the drafter can see
         # the first two calls of a graph compile and record it
-        seconds = None if self.decoder.compiled and calls <= 2 else max(state.seconds - self.catch_up * self.followed, 0.1 * state.seconds)
+        seconds = None if self.decoder.compiled and calls <= 2 else max(
+            state.seconds - self.catch_up * self.followed - self.report * bool(told), 0.1 * state.seconds)
         rows, D = sum(row[0] > 0 for row in state.packed[:B]), self.auto.depths
         expected = [[m / ODDS for m in row[:D]] for row in told[:-1]] or None
         self.auto.learn(i, rows, told[-1][:D] if told else None, expected)
@@ -211,7 +219,7 @@ class Pilot:
     def keep(self) -> None:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
         if sum(self.auto.rounds) >= REST:
-            write_costs(self.key, {"catch_up": self.catch_up, **self.auto.habits()})
+            write_costs(self.key, {"catch_up": self.catch_up, "report": self.report, **self.auto.habits()})
 
 
 def ladder(budget: Optional[int], compiled: bool) -> tuple:
@@ -229,7 +237,9 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
         # (the chain of a Markov head is drafted step by step, and the tree over it is no dearer)
         candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled and not decoder.draft.config.markov_rank)
         turns = [c._replace(sampled=plan.sampled, filtered=plan.filtered) for c in candidates]
-        for turn in turns:
+        if not compiled:  # (a graph reports for nothing, and quiet ones would be as many again)
+            turns = [t._replace(ladder=()) for t in turns] + turns[-1:]
+        for turn in turns + candidates:
             decoder.prepare(turn)
         key = cost_key(decoder, turns, span)
         kept = agree(read_costs(key))
@@ -242,9 +252,10 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
                     raise
                 widths = widths[:-1]
                 continue
-            kept = {"catch_up": catch_up, **Auto(candidates, seconds, decoder.draft.depths).habits()}
+            report = max(seconds.pop() - seconds[-1], 0.0) if not compiled else 0.0
+            kept = {"catch_up": catch_up, "report": report, **Auto(candidates, seconds, decoder.draft.depths).habits()}
             write_costs(key, kept)
-        return Pilot(decoder, Auto(candidates, kept["seconds"], decoder.draft.depths, kept), kept["catch_up"], key)
+        return Pilot(decoder, Auto(candidates, kept["seconds"], decoder.draft.depths, kept), kept["catch_up"], kept["report"], key)
 
 
 # What a round costs here
@@ -280,10 +291,10 @@ def read_costs(key: dict) -> Optional[dict]:
     """Seconds of each round and of catching up, and habits; None where the file is absent, damaged or another key's."""
     try:
         kept = json.loads(cost_file(key).read_text())
-        D, W = len(kept["accepted"]), len(key["rounds"])
-        numbers = [kept["catch_up"], *kept["seconds"], *kept["accepted"], *kept["expected"], *(m for row in kept["mass"] for m in row)]
+        D, W = len(kept["accepted"]), len(key["rounds"]) - (not key["compiled"])
+        numbers = [kept["catch_up"], kept["report"], *kept["seconds"], *kept["accepted"], *kept["expected"], *(m for row in kept["mass"] for m in row)]
         sound = (kept["key"] == key and len(kept["seconds"]) == W and len(kept["expected"]) == D and all(len(row) == D for row in kept["mass"])
-                 and len(kept["mass"]) == 1 + sum(r[0] == "ddtree" for r in key["rounds"]) and all(isinstance(x, float) and 0 <= x < math.inf for x in numbers)
+                 and len(kept["mass"]) == 1 + sum(r[0] == "ddtree" for r in key["rounds"][:W]) and all(isinstance(x, float) and 0 <= x < math.inf for x in numbers)
                  and min(kept["seconds"] + kept["accepted"] + kept["expected"]) > 0)
         return kept if sound else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -308,7 +319,7 @@ def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: in
     random tokens while it lasts, for equal ones would all go to the same experts."""
     device, V = decoder.root.device, decoder.target.config.vocab_size
     decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))
-    calls = [decoder.follow] + [lambda turn=turn: decoder.step(turn, span) for turn in turns]
+    calls = [decoder.follow] + [lambda turn=turn: decoder.run(turn, span) for turn in turns]
     times, end = [[] for _ in calls], now(device) + patience
     for n in range(warm + repeats):
         if agree(n >= warm + 3 and now(device) > end):

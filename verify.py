@@ -180,6 +180,10 @@ class Decoder(nn.Module):
         if self.waiting and (not rests or self.waiting == self.ring):
             self.follow()
         self.waiting += rests
+        return self.run(plan, span)
+
+    def run(self, plan: Plan, span: int) -> list:
+        """`step` where no drafter rested."""
         return self._run(0, self.round, plan, span).tolist()
 
     def follow(self) -> None:

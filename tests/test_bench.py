@@ -43,13 +43,13 @@ def test_prompts_are_beginnings_of_code():
 def test_modes_side_by_side(folder, capsys, tmp_path):
     out = report(capsys, "--model", folder, "--concurrency", "1", "3", "--out", str(tmp_path / "o.json"), *SMALL)
     assert out == json.loads((tmp_path / "o.json").read_text())
-    assert [r["case"] for r in out["modes"]] == ["ar", "dflash", "ddtree 5"] * 4
-    assert [(r["concurrency"], r["temperature"]) for r in out["modes"][::3]] == [(1, 0.0), (1, 0.7), (3, 0.0), (3, 0.7)]
+    assert [r["case"] for r in out["modes"]] == ["ar", "auto", "dflash", "ddtree 5"] * 4
+    assert [(r["concurrency"], r["temperature"]) for r in out["modes"][::4]] == [(1, 0.0), (1, 0.7), (3, 0.0), (3, 0.7)]
     for r in out["modes"]:
         assert r["differs"] == 0 and r["tok_s"]["q1"] <= r["tok_s"]["median"] <= r["tok_s"]["q3"]
         assert r["pooled"] == 1 if r["mode"] == "ar" else r["pooled"] >= 1
         assert all(r["stages"][s]["median"] > 0 for s in bench.STAGES) and 0 <= r["host"]["median"] < 1
-    assert all(r["ratio"]["median"] == 1 for r in out["modes"][::3])
+    assert all(r["ratio"]["median"] == 1 for r in out["modes"][::4])
     assert len(out["pick"]) == 4
 
 
@@ -62,7 +62,7 @@ def test_a_text_that_differs_is_counted_and_fails(folder, capsys, monkeypatch):
         return results
     monkeypatch.setattr(bench, "generate", faulty)
     out = report(capsys, "--quick", "--model", folder, "--temperature", "0", *SMALL, code=1)
-    assert [r["differs"] for r in out["modes"]] == [0, 2, 0]
+    assert [r["differs"] for r in out["modes"]] == [0, 0, 2, 0]
 
 
 def test_costs(folder):
@@ -135,5 +135,5 @@ def test_a_second_drafter_side_by_side(folder, capsys):
         rows = report(capsys, "--model", folder, "--concurrency", "1", "--temperature", "0", *SMALL)["modes"]
     finally:
         shutil.rmtree(Path(folder).parent / "draft-dflash")
-    assert [r["case"] for r in rows] == ["ar", "dflash", "ddtree 5", "dflash, draft-dflash", "ddtree 5, draft-dflash"]
+    assert [r["case"] for r in rows] == ["ar", "auto", "dflash", "ddtree 5", "dflash, draft-dflash", "ddtree 5, draft-dflash"]
     assert all(r["differs"] == 0 for r in rows)
