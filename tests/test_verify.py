@@ -5,9 +5,11 @@ import pytest
 import torch
 
 import tiny
+from draft import Drafter
 from generate import generate
 from invariants import UNWRITTEN, Watched
-from verify import Plan, Sampling, commit, gumbel, keep_top, sample
+from serve import Request, open_batch, prefill, serve
+from verify import Decoder, Plan, Sampling, commit, gumbel, keep_top, sample
 
 
 def within_chance(counts, expected) -> None:
@@ -240,3 +242,39 @@ def test_stages_are_marked_in_order():
     seen = []
     super(Watched, decoder).round(Plan("ddtree", 12), 20, seen.append)
     assert seen == ["propose", "build", "verify", "accept+commit"]
+
+
+# Markov heads in the round
+
+@pytest.mark.parametrize("kind, plan", [("markov", Plan("dflash")), ("markov", Plan("ddtree", 6)), ("next gated", Plan("ddtree", 9, True, candidates=5))])
+def test_a_round_over_conditionals_is_one_graph_without_a_sync(kind, plan):
+    """Traced whole; nothing in it waits for the device; and it emits what the eager round does."""
+    target = tiny.target(torch.float32)
+    draft, seen, emitted = tiny.drafter(target, kind), [], []
+    draft.__class__ = Drafter  # without the knowledge of texts, which is read on the host
+    def backend(graph, inputs):
+        seen.append(" ".join(str(n.target) for n in graph.graph.nodes))
+        return graph.forward
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        decoder = Decoder(target, draft, 2, 40)
+        decoder.enter([0, 1], [(30, 1, 0.0, 0, 1.0), (30, 2, 0.0, 0, 1.0)])
+        decoder.prepare(plan)
+        prefill(decoder, [[3, 4, 5], [6, 7]], plan)
+        run = torch.compile(decoder.round, backend=backend, fullgraph=True, dynamic=False) if compiled else decoder.round
+        emitted.append([run(plan, 40).tolist() for _ in range(3)])
+    assert emitted[0] == emitted[1] and len(seen) == 1
+    assert not any(op in seen[0] for op in ("_local_scalar_dense", "nonzero", "_assert_scalar"))
+
+
+@pytest.mark.parametrize("candidates", [1, 3, 13])
+def test_a_cap_on_candidates_changes_no_text(candidates):
+    target, draft = tiny.target(), tiny.drafter(tiny.target(), "markov")
+    plain = [r.tokens for r in generate(target, None, [[1, 2, 3], [4, 5]], "ar", max_new_tokens=12)]
+    for mode in ("dflash", "ddtree"):
+        requests = [Request([1, 2, 3], 12), Request([4, 5], 12)]
+        decoder, plan = open_batch(target, draft, requests, 2, mode, 6, False, False)
+        texts = [[], []]
+        for e in serve(decoder, requests, plan._replace(candidates=candidates)):
+            texts[e.number] += e.tokens
+        assert texts == plain
