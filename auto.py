@@ -40,7 +40,7 @@ PROBES = 0.01               # share of time that probes may lose
 PROBES_AR = 0.015           # while plain decode runs: nothing else tells that the text has become predictable
 SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST = 32                   # rounds before a candidate is probed again
-START = 4.0                 # rounds that what is believed at the start counts for
+START = 8.0                 # rounds that what is believed at the start counts for
 
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
@@ -120,7 +120,7 @@ class Auto:
 
     def settled(self) -> bool:
         """Whether the round just chosen need not report: the means rest on enough rounds, the last of them is not long ago."""
-        return not self.probing and min(self.weight) >= SETTLED and self.unheard[-1] + 1 < QUIET
+        return not self.probing and min(self.weight) >= SETTLED and self.unheard[-1] + 1 < QUIET <= sum(self.rounds) // 4
 
     def learn(self, i: int, rows: int, accepted: Optional[list] = None, expected: Optional[list] = None) -> None:
         """What a round of candidate i showed. rows: how many were active. accepted (D): how many of them accepted a draft at each depth. expected, summed over rows: how many should have, of each
@@ -229,8 +229,8 @@ def ladder(budget: Optional[int], compiled: bool) -> tuple:
 
 
 def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progress: Callable = lambda text: None) -> Pilot:
-    """A Pilot for a new Decoder (with a ring, no row in use). plan: whether rounds sample and filter. span: cache slots of a typical
-    round. What rounds cost is read from the file, or measured here and kept. Where the widest tree does not fit the device's memory, the
+    """A Pilot for a new Decoder (with a ring, no row in use). plan: whether rounds sample and filter. span: the bucket of cache slots
+    of a typical round. What rounds cost is read from the file, or measured here and kept. Where the widest tree does not fit the device's memory, the
     ladder ends below it. Compiled rounds have a shorter ladder, and where costs are in the file nothing is compiled before it is chosen."""
     widths, compiled = ladder(budget, decoder.compiled is not None), decoder.compiled is not None
     while True:
@@ -246,7 +246,7 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
         if kept is None:
             progress(f"measuring {len(turns)} kinds of rounds, once" + (": each is compiled" if compiled else ""))
             try:
-                *seconds, catch_up = agree(measure(decoder, turns, span, warm=3 if compiled else 1))
+                *seconds, catch_up = agree(measure(decoder, turns, min(span, decoder.slots), warm=3 if compiled else 1))
             except torch.OutOfMemoryError:
                 if len(widths) == 1:
                     raise

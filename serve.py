@@ -133,8 +133,8 @@ def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, ba
     if compile:
         decoder.compile(progress)
     if mode == "auto":
-        typical = max(len(r.tokens) + r.max_new_tokens // 2 for r in requests)
-        return decoder, plan, start(decoder, plan, budget, span_for(min(typical, decoder.slots), decoder.slots, decoder.least_span), progress)
+        typical = min(max(len(r.tokens) + r.max_new_tokens // 2 for r in requests), context)
+        return decoder, plan, start(decoder, plan, budget, bucket(typical, decoder.least_span), progress)
     if compile:
         spans = {span_for(n, decoder.slots, decoder.least_span) for n in range(min(len(r.tokens) for r in requests) + 1, most + 1)}
         decoder.warm(plan, sorted(spans))
