@@ -122,8 +122,9 @@ def measured_skew(target: Transformer, texts: list, windows: tuple = (2, 4, 8, 1
     (lists of token ids)."""
     c, counts = target.config, {T: [] for T in windows}
     def note(module, args, out):
+        ids = out[1].tolist()
         for T in windows:
-            counts[T] += [len(ids.unique()) for ids in out[1].split(T) if len(ids) == T]
+            counts[T] += [len(set().union(*ids[i:i + T])) for i in range(0, len(ids) - T + 1, T)]
     hooks = [m.register_forward_hook(note) for m in target.modules() if isinstance(m, Router)]
     try:
         for text in texts:
