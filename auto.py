@@ -34,7 +34,7 @@ COMPILED_WIDTHS = (8, 32)   # each plan costs a compilation
 RING = 32                   # rounds the drafter's taps may wait in memory: one graft then reads its weights once for all of them
 MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24 rounds later
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
-DRIFT, PAIRED = 0.25, 0.1  # how fast the machine's pace, and a candidate's own cost, follow live rounds
+DRIFT, PAIRED = 0.25, 0.15  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
 PROBES = 0.01               # share of time that probes may lose
 PROBES_AR = 0.015           # while plain decode runs: nothing else tells that the text has become predictable
@@ -146,7 +146,7 @@ class Auto:
         if not self.timed:
             self.timed, self.drift = True, self.drift + error
             return
-        error = min(max(error, -0.25), 0.25)  # one disturbed round is not a trend
+        error = min(max(error, -0.4), 0.4)  # one disturbed round is not a trend
         self.drift += DRIFT * error
         self.own[i] += PAIRED / (1 + run) * error
 
@@ -252,7 +252,8 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
                     raise
                 widths = widths[:-1]
                 continue
-            report = max(seconds.pop() - seconds[-1], 0.0) if not compiled else 0.0
+            # (a difference of two clocks: noise may not make it more than a few percent)
+            report = min(max(seconds.pop() - seconds[-1], 0.0), 0.05 * min(seconds[1:])) if not compiled else 0.0
             kept = {"catch_up": catch_up, "report": report, **Auto(candidates, seconds, decoder.draft.depths).habits()}
             write_costs(key, kept)
         return Pilot(decoder, Auto(candidates, kept["seconds"], decoder.draft.depths, kept), kept["catch_up"], kept["report"], key)
@@ -314,15 +315,15 @@ def write_costs(key: dict, kept: dict) -> None:
 
 
 def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: int = 15, patience: float = 4.0) -> list:
-    """Seconds of each Plan's round, taking turns, and of catching up: the lower quartile of up to `repeats`, for others on the machine
-    only ever add; after `patience` seconds 3 are enough. No row may be active: such rounds cost the same and commit nothing. Roots are
+    """Seconds of each Plan's round, taking turns, and of catching up: the least of up to `repeats`, for others on the machine only ever
+    add; after `patience` seconds 5 are enough. No row may be active: such rounds cost the same and commit nothing. Roots are
     random tokens while it lasts, for equal ones would all go to the same experts."""
     device, V = decoder.root.device, decoder.target.config.vocab_size
     decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))
     calls = [decoder.follow] + [lambda turn=turn: decoder.run(turn, span) for turn in turns]
     times, end = [[] for _ in calls], now(device) + patience
     for n in range(warm + repeats):
-        if agree(n >= warm + 3 and now(device) > end):
+        if agree(n >= warm + 5 and now(device) > end):
             break
         decoder.waiting = 0
         for call, kept in zip(calls, times):
@@ -331,7 +332,7 @@ def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: in
             kept += [now(device) - began] if n >= warm else []
     decoder.root.zero_()
     decoder.waiting = 0
-    return [sorted(t)[len(t) // 4] for t in times[1:] + times[:1]]
+    return [min(t) for t in times[1:] + times[:1]]
 
 
 def now(device: torch.device) -> float:
