@@ -219,6 +219,27 @@ def test_while_few_rows_decode_prompts_come_first():
     assert reads[0] == ("read", [0, 1, 2, 3], 16) and reads[1:] == [("read", [1, 2, 3], 16)] * 3
 
 
+def test_while_most_rows_decode_a_round_waits_for_one_chunk_at_most():
+    target = tiny.golden("kimi_k2")
+    requests = [Request([1], 20), Request([2], 20)] + [Request(p, 2) for p in tiny.prompts(256, 32, 32)]
+    decoder, plan, _ = open_batch(target, None, requests, 4, "ar", 1, False, False)
+    log = calls(decoder)
+    list(serve.serve(decoder, requests, plan))
+    assert [c for c in log if c[0] == "read"] == [("read", [0, 1, 2, 3], 16), ("read", [2], 16), ("read", [3], 16)]
+
+
+def test_a_slot_whose_text_was_stopped_rests_until_its_next_prompt_is_read(monkeypatch):
+    """The device does not know of stops: a row that it thinks active would go on in the middle of the new prompt."""
+    target, requests = tiny.golden("kimi_k2"), [Request(p, 25, seed=i) for i, p in enumerate(tiny.prompts(256, 5, 9, 60, 40))]
+    texts = alone(target, requests)
+    monkeypatch.setattr(serve, "Decoder", Refilled)
+    decoder, plan, _ = open_batch(target, informed(target, requests, texts), requests, 2, "dflash", 1, False, False)
+    got = [[] for _ in requests]
+    for e in serve.serve(decoder, requests, plan, until=lambda number, tokens: 1 if number == 1 and len(got[1]) > 3 else None):
+        got[e.number] += e.tokens
+    assert [got[0], got[2], got[3]] == [texts[0], texts[2], texts[3]] and got[1] == texts[1][:len(got[1])] and 4 < len(got[1]) < 25
+
+
 def test_requests_are_taken_when_a_slot_is_free():
     target, taken = tiny.golden("kimi_k2"), []
     def requests():
