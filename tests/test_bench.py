@@ -1,5 +1,9 @@
 """The bench on a tiny pair: what it counts is right, and what it prints can be read by a program. No time is judged."""
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 import shutil
 from pathlib import Path
 
@@ -137,3 +141,12 @@ def test_a_second_drafter_side_by_side(folder, capsys):
         shutil.rmtree(Path(folder).parent / "draft-dflash")
     assert [r["case"] for r in rows] == ["ar", "auto", "dflash", "ddtree 5", "dflash, draft-dflash", "ddtree 5, draft-dflash"]
     assert all(r["differs"] == 0 for r in rows)
+
+
+@pytest.mark.slow
+def test_the_gpu_script_in_small(tmp_path):
+    """Every step's command is one that the tools take."""
+    script = Path(bench.__file__).parent / "bench" / "gpu.py"
+    done = subprocess.run([sys.executable, script, "--out", tmp_path, "--dry-run"], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr + "".join(p.read_text()[-600:] for p in sorted(tmp_path.glob("*.txt")))
+    assert len(done.stdout.splitlines()) == 8
