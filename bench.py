@@ -200,6 +200,8 @@ def bench_text(args) -> dict:
             rows += compare(pair, prompts, cases, concurrency, temperature, args, other)
             show_comparison(rows[-len(cases):], prompts, pair[2], args)
     report = {"modes": rows}
+    if args.transformers:
+        report["transformers"] = against_transformers(pair, prompts, args)
     if args.questions:
         report["questions"] = answer_questions(pair, prompts, [r for r in rows[:len(cases)] if not r["other"] and r["mode"] != "auto"], args)
     fastest = {(r["concurrency"], r["temperature"]): r for r in sorted(rows, key=lambda r: r["tok_s"]["median"])}
@@ -239,6 +241,41 @@ def bench_serve(args) -> dict:
           [[str(r["slots"]), str(r["tokens"]), str(r["rounds"]), f"{r['busy']:.0%}", r["tokens_per_round"], r["seconds"], r["cpu_seconds"], r["tok_s"], r["ratio"],
             str(r["differs"])] for r in rows])
     return {"serve": rows}
+
+
+class Clock:
+    """A streamer, as transformers calls it, that notes when tokens came; the first call brings the prompt."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, tokens) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def against_transformers(pair: tuple, prompts: list, args) -> dict:
+    """Eager ar beside transformers' own greedy `generate` with its cache: the same weights and prompts, in turns, batch 1."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise UserError("--transformers compares with the transformers package, which is not installed; pip install transformers") from None
+    model, speed, differs = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype]).to(args.device).eval(), {"ar": [], "transformers": []}, 0
+    model.generation_config.eos_token_id = None  # past end tokens, as everywhere here
+    for n, prompt in enumerate([prompts[0], *prompts]):  # the first twice: once to warm up
+        clock, ids = Clock(), torch.tensor([prompt], device=args.device)
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=args.tokens, do_sample=False, streamer=clock, pad_token_id=0)
+        ours, = generate(pair[0], None, [prompt], "ar", max_new_tokens=args.tokens)
+        if n:
+            speed["transformers"].append((args.tokens - 1) / (clock.times[-1] - clock.times[1]))
+            speed["ar"].append((args.tokens - 1) / (ours.seconds - ours.first_token))
+            differs += theirs[0, len(prompt):].tolist() != ours.tokens
+    row = {"ratio": spread([a / b for a, b in zip(speed["ar"], speed["transformers"])]), "differs": differs, **{k: spread(v) for k, v in speed.items()}}
+    print(f"\nar against transformers' generate, both eager: {short(row['ar'], 1)} and {short(row['transformers'], 1)} tok/s, "
+          f"{short(row['ratio'])} x; {differs} of {len(prompts)} texts differ", flush=True)
+    return row
 
 
 # The questions: what the context, a candidate and compilation cost
@@ -329,6 +366,7 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="concurrency 1 only")
     add("--questions", action="store_true", help="also what the context, a candidate and compilation cost")
+    add("--transformers", action="store_true", help="also ar beside transformers' generate, where that is installed")
     add("--random", action="store_true", help="layers of a real model's size, with random weights")
     add("--serve", type=int, metavar="N", help="N requests of mixed length through as many slots as the largest --concurrency, and through one")
     add("--trees", action="store_true", help="what building trees costs where the vocabulary is large")

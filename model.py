@@ -401,7 +401,7 @@ class Layer(nn.Module):
     @torch.compiler.nested_compile_region
     def cached(self, x: Tensor, rope: tuple, past: Tensor, bias: Tensor) -> tuple:
         """`forward` as a region that is compiled once for all layers alike: 61 layers cost little more than two."""
-        return self(x, rope, past, bias)
+        return self.forward(x, rope, past, bias)  # not self(…): its wrapper would have every layer traced anew
 
 
 class Transformer(nn.Module):

@@ -1,10 +1,9 @@
 """The bench on a tiny pair: what it counts is right, and what it prints can be read by a program. No time is judged."""
 import json
 import os
+import shutil
 import subprocess
 import sys
-from pathlib import Path
-import shutil
 from pathlib import Path
 
 import pytest
