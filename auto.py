@@ -207,7 +207,7 @@ class Pilot:
         plan, B = state.plan, len(self.decoder.root)
         i = next(i for i, c in enumerate(self.auto.candidates) if c.name == plan.name or c.mode == plan.mode == "dflash")
         self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
-        told = state.packed[B:]  # nothing after plain decode, or past what the drafter can see
+        told = state.packed[B:]  # nothing after plain decode, a quiet round, or the chain of a Markov head
         # the first two calls of a graph compile and record it
         seconds = None if self.decoder.compiled and calls <= 2 else max(
             state.seconds - self.catch_up * self.followed - self.report * bool(told), 0.1 * state.seconds)
@@ -234,8 +234,7 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
     ladder ends below it. Compiled rounds have a shorter ladder, and where costs are in the file nothing is compiled before it is chosen."""
     widths, compiled = ladder(budget, decoder.compiled is not None), decoder.compiled is not None
     while True:
-        # (the chain of a Markov head is drafted step by step, and the tree over it is no dearer)
-        candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled and not decoder.draft.config.markov_rank)
+        candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled)
         turns = [c._replace(sampled=plan.sampled, filtered=plan.filtered) for c in candidates]
         if not compiled:  # (a graph reports for nothing, and quiet ones would be as many again)
             turns = [t._replace(ladder=()) for t in turns] + turns[-1:]
@@ -316,14 +315,14 @@ def write_costs(key: dict, kept: dict) -> None:
 
 def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: int = 15, patience: float = 4.0) -> list:
     """Seconds of each Plan's round, taking turns, and of catching up: the least of up to `repeats`, for others on the machine only ever
-    add; after `patience` seconds 5 are enough. No row may be active: such rounds cost the same and commit nothing. Roots are
+    add; after `patience` seconds 5 are enough, after twice that 2. No row may be active: such rounds cost the same and commit nothing. Roots are
     random tokens while it lasts, for equal ones would all go to the same experts."""
     device, V = decoder.root.device, decoder.target.config.vocab_size
     decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))
     calls = [decoder.follow] + [lambda turn=turn: decoder.run(turn, span) for turn in turns]
     times, end = [[] for _ in calls], now(device) + patience
     for n in range(warm + repeats):
-        if agree(n >= warm + 5 and now(device) > end):
+        if agree(n >= warm + 5 and now(device) > end or n >= warm + 2 and now(device) > end + patience):
             break
         decoder.waiting = 0
         for call, kept in zip(calls, times):

@@ -270,7 +270,7 @@ class Decoder(nn.Module):
         marginals, conditional = self.propose(plan, span)
         mark("propose")
         tree, score = self.build(marginals, conditional, plan)
-        told = [self.expected(tree, score, plan)] if plan.ladder and plan.mode != "ar" else []
+        told = [self.expected(tree, score, plan)] if plan.ladder and score is not None else []  # (the chain of a Markov head has no score)
         if told and plan.mode == "ddtree":
             tree = first(tree, plan.budget + 1)
         mark("build")
