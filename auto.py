@@ -207,7 +207,7 @@ class Pilot:
         plan, B = state.plan, len(self.decoder.root)
         i = next(i for i, c in enumerate(self.auto.candidates) if c.name == plan.name or c.mode == plan.mode == "dflash")
         self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
-        told = state.packed[B:]  # nothing after plain decode, a quiet round, or the chain of a Markov head
+        told = state.packed[B:]  # nothing after plain decode, or a quiet round
         # the first two calls of a graph compile and record it
         seconds = None if self.decoder.compiled and calls <= 2 else max(
             state.seconds - self.catch_up * self.followed - self.report * bool(told), 0.1 * state.seconds)
@@ -234,7 +234,8 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
     ladder ends below it. Compiled rounds have a shorter ladder, and where costs are in the file nothing is compiled before it is chosen."""
     widths, compiled = ladder(budget, decoder.compiled is not None), decoder.compiled is not None
     while True:
-        candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled)
+        # (the chain of a Markov head cannot price itself, and would run unheard; the tree over the same drafts stands for it)
+        candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled and not decoder.draft.config.markov_rank)
         turns = [c._replace(sampled=plan.sampled, filtered=plan.filtered) for c in candidates]
         if not compiled:  # (a graph reports for nothing, and quiet ones would be as many again)
             turns = [t._replace(ladder=()) for t in turns] + turns[-1:]
