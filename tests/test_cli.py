@@ -244,7 +244,7 @@ def test_check_fails_on_a_wrong_token(pair, monkeypatch):
         packed = ordinary(self, plan, span)
         return packed if plan.mode == "ar" else [[n, t ^ 1, *rest] for n, t, *rest in packed]
     monkeypatch.setattr(generate.Decoder, "step", wrong)
-    code, _, err = run("--model", pair / "target", "--prompt", PROMPT, "--max-new-tokens", 20, "--check")
+    code, _, err = run("--model", pair / "target", "--prompt", PROMPT, "--max-new-tokens", 20, "--check", "--mode", "ddtree")  # auto might not draft
     assert code == 1 and re.search(r"check failed: prompt 0 differs from ar at token 1: \[\d+\] against \[\d+\]\n$", err)
 
 
