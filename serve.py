@@ -175,8 +175,9 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         usage.tokens, usage.first = usage.tokens + len(tokens), usage.first + (len(tokens) if prefill else 0)
         return Event(row.number, tokens, min(drafts, len(tokens)), finish, prefill, "" if prefill else state.plan.name)
 
+    together = agree if decoder.target.vocab is not None else lambda value: value  # ranks that share no model decode each their own
     while True:
-        for slot in agree([s for s, row in enumerate(rows) if row is not None and row.request.cancelled]):
+        for slot in together([s for s, row in enumerate(rows) if row is not None and row.request.cancelled]):
             number = rows[slot].number
             leave(slot, "cancelled")
             yield Event(number, [], 0, "cancelled", False)
@@ -213,7 +214,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             decoder.active[torch.tensor(sorted(resting), device=device)] = False
             resting.clear()
         span = span_for(max(rows[s].total for s in decoding), decoder.slots, decoder.least_span)
-        turn = plan if choose is None else agree(choose(state._replace(rows=len(decoding), span=span)))._replace(sampled=plan.sampled, filtered=plan.filtered)
+        turn = plan if choose is None else together(choose(state._replace(rows=len(decoding), span=span)))._replace(sampled=plan.sampled, filtered=plan.filtered)
         if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
             turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
         began = time.perf_counter()

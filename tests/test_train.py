@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -317,7 +318,11 @@ def test_two_ranks_train_what_one_process_trains(whole, target, data, tmp_path):
     running = [subprocess.Popen([sys.executable, "train.py", *command(target, data, tmp_path)], cwd=ROOT, stderr=subprocess.PIPE,
                                 env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2",
                                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}) for r in range(2)]
-    errors = [p.communicate(timeout=240)[1].decode() for p in running]
+    try:
+        errors = [p.communicate(timeout=300)[1].decode() for p in running]
+    finally:
+        for p in running:
+            p.kill()
     assert [p.returncode for p in running] == [0, 0], errors
     for a in sorted((whole / "work" / "responses").glob("*")):
         assert (tmp_path / "work" / "responses" / a.name).read_text() == a.read_text()
@@ -369,3 +374,13 @@ def test_default_taps_are_spread():
     for layers in range(2, 60):
         taps = train.default_taps(layers)
         assert taps == sorted(set(taps)) and taps[0] >= 0 and taps[-1] <= layers - 2
+
+
+def test_a_curve_is_drawn(whole, tmp_path):
+    """What train.py wrote becomes an SVG with a line per temperature and mode."""
+    out = tmp_path / "curve.svg"
+    assert subprocess.run([sys.executable, "bench/curve.py", str(whole / "work" / "curve.jsonl"), str(out)], cwd=ROOT).returncode == 0
+    drawn = ElementTree.parse(out).getroot()
+    measured = {t for d in map(json.loads, (whole / "work" / "curve.jsonl").read_text().splitlines()) for t in d.get("held_out", {})}
+    lines = [e.get("points") for e in drawn if e.tag.endswith("polyline")]
+    assert len(lines) == 2 * len(measured & {"0", "0.7"} or measured) and all("nan" not in p for p in lines)
