@@ -273,7 +273,7 @@ def test_a_cap_on_candidates_changes_no_text(candidates):
     plain = [r.tokens for r in generate(target, None, [[1, 2, 3], [4, 5]], "ar", max_new_tokens=12)]
     for mode in ("dflash", "ddtree"):
         requests = [Request([1, 2, 3], 12), Request([4, 5], 12)]
-        decoder, plan = open_batch(target, draft, requests, 2, mode, 6, False, False)
+        decoder, plan, _ = open_batch(target, draft, requests, 2, mode, 6, False, False)
         texts = [[], []]
         for e in serve(decoder, requests, plan._replace(candidates=candidates)):
             texts[e.number] += e.tokens
