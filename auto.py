@@ -40,7 +40,7 @@ PROBES = 0.01               # share of time that probes may lose
 PROBES_AR = 0.015           # while plain decode runs: nothing else tells that the text has become predictable
 SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST = 32                   # rounds before a candidate is probed again
-START = 8.0                 # rounds that what is believed at the start counts for
+START = 5.0                 # rounds that what is believed at the start counts for
 
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
@@ -218,7 +218,7 @@ class Pilot:
 
     def keep(self) -> None:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
-        if sum(self.auto.rounds) >= REST:
+        if sum(self.auto.rounds) >= 8:
             write_costs(self.key, {"catch_up": self.catch_up, "report": self.report, **self.auto.habits()})
 
 
