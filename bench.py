@@ -6,6 +6,7 @@
                                      rounds bring? (d) what to pick?
     python bench.py --serve 200      requests of mixed length through 16 slots, against one by one
     python bench.py --trees          what building a tree costs where the vocabulary is large, from marginals and over conditionals
+    torchrun --standalone --nproc-per-node 2 bench.py --quick --tp 2 --experts tp ep    the modes in each layout of two ranks
     python bench.py --random --config NAME --layers 2    layers of a real model's size with random weights, scaled to its full
                                      depth: what verification costs. It says nothing about acceptance
 
@@ -49,6 +50,7 @@ from checkpoint import UserError, load_draft
 from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, now, progress, rounded, short, spread, table, timings, watching, weight_bytes
 from ddtree import CANDIDATES, build_tree
 from generate import BUNDLED, DTYPES, check_device, generate, load, locate
+from launch import Launch
 from model import chain
 from serve import MODES, Request, Usage, need, open_batch, prefill, serve, span_for
 from show import exit_code
@@ -186,19 +188,24 @@ def show_comparison(rows: list, prompts: list, tokenizer, args) -> None:
 
 def bench_text(args) -> dict:
     """Modes x concurrency x temperature, and the questions where they are asked."""
-    texts = read_prompts(args.prompt_file, args.prompts)
-    pair = load(args.model, args.draft, args.device, DTYPES[args.dtype])
-    prompts = [encode(pair[2], text) for text in texts]
-    longest, context = max(map(len, prompts)) + args.tokens, pair[0].config.max_positions
-    if longest > context:
-        raise UserError(f"the longest prompt and {args.tokens} tokens are {longest}, the context holds {context}; lower --tokens")
+    texts, rows = read_prompts(args.prompt_file, args.prompts), []
     name = Path(args.beside).name if args.beside else ""
-    other = load_draft(Path(args.beside), pair[0], args.device, DTYPES[args.dtype]) if name else None
-    cases, rows = cases_for(pair[1], args, name), []
-    for concurrency in args.concurrency:
-        for temperature in args.temperature:
-            rows += compare(pair, prompts, cases, concurrency, temperature, args, other)
-            show_comparison(rows[-len(cases):], prompts, pair[2], args)
+    for experts in args.experts:
+        pair = load(args.model, args.draft, args.device, DTYPES[args.dtype], experts=experts)
+        prompts = [encode(pair[2], text) for text in texts]
+        longest, context = max(map(len, prompts)) + args.tokens, pair[0].config.max_positions
+        if longest > context:
+            raise UserError(f"the longest prompt and {args.tokens} tokens are {longest}, the context holds {context}; lower --tokens")
+        other = load_draft(Path(args.beside), pair[0], args.device, DTYPES[args.dtype]) if name else None
+        cases = cases_for(pair[1], args, name)
+        for concurrency in args.concurrency:
+            for temperature in args.temperature:
+                new = compare(pair, prompts, cases, concurrency, temperature, args, other)
+                if args.tp > 1:
+                    print(f"\n{args.tp} ranks, --experts {experts}")
+                    new = [{**r, "case": f"{r['case']} {experts}", "ranks": args.tp, "experts": experts} for r in new]
+                show_comparison(new, prompts, pair[2], args)
+                rows += new
     report = {"modes": rows}
     if args.transformers:
         report["transformers"] = against_transformers(pair, prompts, args)
@@ -378,6 +385,9 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--model", default=BUNDLED, metavar="PATH|ID", help="the target (default: the bundled one)")
     add("--draft", default="auto", metavar="PATH|ID", help="the drafter; none for ar alone; default auto: the folder draft beside the target's")
     add("--beside", metavar="PATH", help="a second drafter, side by side (default: the folder draft-dflash beside the target's, with --draft auto)")
+    add("--tp", type=int, default=1, metavar="N", help="ranks that share the models, started by torchrun; rank 0 prints")
+    add("--experts", nargs="+", default=["tp"], metavar="tp|ep|AxB", help="with --tp: layouts to measure one after the other (see generate.py)")
+    add("--timeout", type=float, default=120, metavar="S", help="with --tp: see generate.py")
     add("--dtype", default="float32", choices=tuple(DTYPES))
     add("--device", default="cpu")
     add("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the round")
@@ -394,7 +404,10 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, launch: Launch) -> int:
+    need(args.tp == 1 or not (args.random or args.trees or args.questions or args.beside or args.serve),
+         "--tp measures the modes; leave --random, --trees, --questions, --serve and --beside out")
+    need(args.tp > 1 or args.experts == ["tp"], "--experts says how ranks share the experts; add --tp N, or leave it out")
     args.concurrency = args.concurrency or ([1] if args.quick else [1, 8, 32] if args.random else [1, 4, 16])
     for name, least in (("tokens", 2), ("concurrency", 1), ("threads", 1), ("repeats", 2), ("nodes", 1), ("contexts", 1), ("budgets", 1), ("temperature", 0), ("serve", 1)):
         value = getattr(args, name)
@@ -406,14 +419,15 @@ def run(args: argparse.Namespace) -> int:
     need(not args.capture or args.random and args.device.startswith("cuda"), "--capture goes with --random on a CUDA device")
     if args.threads:
         torch.set_num_threads(args.threads)
-    plain = locate(args.model, "none")[0].resolve().parent / "draft-dflash" if args.draft == "auto" and not (args.random or args.trees) else None
+    plain = locate(args.model, "none")[0].resolve().parent / "draft-dflash" if args.draft == "auto" and not (args.random or args.trees or args.tp > 1) else None
     args.beside = args.beside or (plain if plain is not None and plain.is_dir() else None)
+    args.device = launch.join(args.tp, args.device, args.timeout)
     check_device(args.device)
     report = {"machine": machine(args), "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
     print(", ".join(f"{k} {v}" for k, v in report["machine"].items()))
     report |= bench_serve(args) if args.serve else bench_trees(args) if args.trees else bench_random(args) if args.random else bench_text(args)
     line = json.dumps(rounded(report))
-    if args.out:
+    if args.out and launch.rank == 0:
         args.out.write_text(line + "\n")
     wrong = sum(row["differs"] for row in report.get("modes", report.get("serve", [])) if args.dtype in ("float32", "float64"))
     if wrong:
@@ -428,7 +442,8 @@ def main(argv: Optional[list] = None) -> int:
     if "--simulate" in argv:  # for machines that are not here; it has flags of its own
         from simulate import run as simulated
         return exit_code(lambda: simulated([a for a in argv if a != "--simulate"]), "--contexts or --concurrency")
-    return exit_code(lambda: run(parse_arguments(argv)), "--concurrency, --tokens, --contexts or --budgets")
+    launch = Launch()
+    return exit_code(lambda: launch.leave(run(parse_arguments(argv), launch)), "--concurrency, --tokens, --contexts or --budgets", end=launch.fail)
 
 
 if __name__ == "__main__":
