@@ -219,7 +219,7 @@ class Files:
             tensor = f.get_slice(stored)[tuple(slice(i, i + n) for i, n in zip(at, shape))] if at else f.get_tensor(stored)
         except (SafetensorError, OSError, ValueError) as e:
             raise UserError(f"{self.folder / file}: {stored} cannot be read: {e}") from None
-        self.mapped += tensor.nbytes
+        self.mapped += math.prod(self.shapes[name]) * tensor.element_size()  # a piece may touch the pages of all of it
         return tensor
 
     def fail(self, name: str, what: str):

@@ -77,7 +77,7 @@ def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: 
     divide = (lambda model: None,) * 2
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         from parallel import dividers  # here, because its imports take as long as half of torch's own
-        divide = dividers(experts, drafter and drafter.config, device)
+        divide = dividers(experts, device)
     target = read_target(device, divide[0])
     return target, drafter and read_draft(target, device, divide[1])
 

@@ -11,8 +11,10 @@ microseconds for a pair of linears where plain ones took 8, and the models' code
 
 Shapes: n ranks, E experts, I expert width, H heads, G kv heads, V vocabulary, h hidden size.
 """
+import sys
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Iterator, NamedTuple, Optional
+from typing import Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ from checkpoint import UserError
 from draft import DraftConfig, Drafter
 from model import Config, Transformer
 from quant import GROUP, PackedExperts
-from ranks import Vocabulary, all_sum
+from ranks import Vocabulary, all_sum, draft_misfits
 
 
 class Layout(NamedTuple):
@@ -176,11 +178,15 @@ def target_table(r: Layout) -> dict:
         "lm_head":                                  HeadPart(weight=rows)}                # (V, h): token ids
 
 
-def draft_table(r: Layout, kv_heads: int) -> dict:
-    """With fewer kv heads than ranks, the ranks whose query heads share one hold the same one."""
+def draft_table(r: Layout, d: DraftConfig) -> dict:
+    """With fewer kv heads than ranks, the ranks whose query heads share one hold the same one. A drafter whose sizes do not divide is
+    copied, but for embedding and head: it is small beside its target."""
+    if draft_misfits(d, r.size):
+        table = draft_table(r, replace(d, num_heads=r.size, num_kv_heads=r.size, ffn=r.size, hidden_size=r.size))  # one that divides
+        return {pattern: style if isinstance(style, (EmbeddingPart, HeadPart)) else Part() for pattern, style in table.items()}
     rows, columns = {0: r.outer(r.size)}, {1: r.outer(r.size)}
     return {
-        "":                                         Part(kv_proj={2: r.outer(min(kv_heads, r.size))}),  # (L, 2, G*d, h): kv heads
+        "":                                         Part(kv_proj={2: r.outer(min(d.num_kv_heads, r.size))}),  # (L, 2, G*d, h): kv heads
         "fc":                                       Sliced(weight=columns),               # (h, taps*h)
         "hidden_norm":                              Part(),
         "layers.*.input_layernorm":                 Part(),
@@ -214,49 +220,48 @@ def held(model: nn.Module, table: dict) -> dict:
     return shapes
 
 
-def misfits(r: Layout, c: Config, d: Optional[DraftConfig] = None, packed: bool = False, dtype: torch.dtype = torch.bfloat16) -> list:
-    """What keeps r.size ranks from sharing a target and its drafter, in words. The vocabulary need not divide: it is padded."""
+def misfits(r: Layout, c: Config, packed: bool = False, dtype: torch.dtype = torch.bfloat16) -> list:
+    """What keeps r.size ranks from sharing a target, in words. The vocabulary need not divide: it is padded."""
     whole, width = r.whole, r.size // r.whole
     divided = [("heads", c.num_heads, r.size), ("dense FFN width", c.dense_ffn, r.size if False in c.moe_layers else 1),
                ("shared experts' width", c.expert_ffn * c.shared_experts, r.size), ("experts", c.num_experts, whole), ("expert width", c.expert_ffn, width)]
-    if d is not None:
-        divided += [("drafter heads", d.num_heads, r.size), ("drafter FFN width", d.ffn, r.size), ("drafter input", len(d.taps) * d.hidden_size, r.size)]
     wrong = [f"{what} {size} over {parts}" for what, size, parts in divided if size % parts]
     if c.expert_ffn % width == 0 and packed and c.expert_ffn // width % GROUP:
         wrong.append(f"expert width {c.expert_ffn} over {width} in whole groups of {GROUP}")
     if c.expert_ffn % width == 0 and not packed and dtype != torch.float64 and c.expert_ffn // width * dtype.itemsize % 16:
         wrong.append(f"expert width {c.expert_ffn} over {width} in rows of whole 16 bytes")
-    if d is not None and d.num_kv_heads % r.size and r.size % d.num_kv_heads:
-        wrong.append(f"drafter kv heads {d.num_kv_heads} over {r.size}")
     if -(-c.vocab_size // r.size) * (r.size - 1) >= c.vocab_size:
         wrong.append(f"vocabulary {c.vocab_size} over {r.size}")
     return wrong
 
 
-def check_layout(r: Layout, experts: str, *models) -> None:
-    """UserError where a model cannot be shared in this way; it says what would work. models: the last arguments of `misfits`."""
-    wrong = misfits(r, *models)
+def check_layout(r: Layout, experts: str, *target) -> None:
+    """UserError where a target cannot be shared in this way; it says what would work. target: the last arguments of `misfits`."""
+    wrong = misfits(r, *target)
     if not wrong:
         return
-    fits = [n for n in range(2, 129) if experts in ("tp", "ep") and not misfits(parse_layout(n, experts), *models)]
-    other = [f"{a}x{r.size // a}" for a in range(1, r.size + 1) if r.size % a == 0 and not misfits(Layout(r.size, a), *models)]
+    fits = [n for n in range(2, 129) if experts in ("tp", "ep") and not misfits(parse_layout(n, experts), *target)]
+    other = [f"{a}x{r.size // a}" for a in range(1, r.size + 1) if r.size % a == 0 and not misfits(Layout(r.size, a), *target)]
     would = [f"--tp {' or '.join(map(str, fits))}"] * bool(fits) + [f"--experts {' or '.join(other)}"] * bool(other)
     raise UserError(f"{r.size} ranks with --experts {experts} cannot share this model, because some sizes do not divide: {'; '.join(wrong)}. "
                     f"What would work: {', or '.join(would) or 'one device'}")
 
 
-def dividers(experts: str, draft: Optional[DraftConfig], device: str) -> tuple:
+def dividers(experts: str, device: str) -> tuple:
     """For checkpoint's readers: functions that leave this rank's part of a target, and of its drafter, that are on the meta device.
     All ranks of the launch share them. UserError where they cannot."""
     def divide_target(model: Transformer) -> None:
         packed = any(isinstance(m, PackedExperts) for m in model.modules())
-        check_layout(r, experts, model.config, draft, packed, model.norm.weight.dtype)
+        check_layout(r, experts, model.config, packed, model.norm.weight.dtype)
         group = divide(model, target_table(r), device)
         size = -(-model.config.vocab_size // r.size)
         model.vocab = Vocabulary(r.rank * size, size, model.config.vocab_size, r.size, group)
 
     def divide_draft(model: Drafter) -> None:
-        divide(model, draft_table(r, model.config.num_kv_heads), device)
+        wrong = draft_misfits(model.config, r.size)
+        if wrong:
+            print(f"every rank holds the whole drafter, whose sizes do not divide: {', '.join(wrong)}", file=sys.stderr)
+        divide(model, draft_table(r, model.config), device)
     r = parse_layout(torch.distributed.get_world_size(), experts, torch.distributed.get_rank())
     return divide_target, divide_draft
 

@@ -10,6 +10,7 @@ import torch
 from checkpoint import UserError, check_pair, keep_packed, on_meta, parse_config
 from draft import DraftConfig, Drafter
 from model import Config, MoE, Transformer
+from ranks import draft_misfits
 
 
 def storage(config: dict) -> str:
@@ -42,15 +43,15 @@ def weights(model: Transformer, shapes: dict) -> dict:
     return kinds
 
 
-def shared(config: Config, draft: Optional[DraftConfig], packed: bool, dtype: torch.dtype, tp: int, experts: str) -> tuple:
+def shared(config: Config, packed: bool, dtype: torch.dtype, tp: int, experts: str) -> tuple:
     """Which functions of a target and of a drafter tell what one of tp ranks holds of their parameters. UserError where they
     cannot be shared so."""
     if tp == 1:
         return (lambda model: {name: p.shape for name, p in model.named_parameters()},) * 2
     from parallel import check_layout, draft_table, held, parse_layout, target_table  # here, because its imports take long
     r = parse_layout(tp, experts)
-    check_layout(r, experts, config, draft, packed, dtype)
-    return lambda model: held(model, target_table(r)), lambda model: held(model, draft_table(r, model.config.num_kv_heads))
+    check_layout(r, experts, config, packed, dtype)
+    return lambda model: held(model, target_table(r)), lambda model: held(model, draft_table(r, model.config))
 
 
 ROOM = 3 << 29  # bytes that the attention scores of a prefill chunk may take
@@ -89,7 +90,7 @@ def memory_plan(config: dict, draft: Optional[dict] = None, context: int = 4096,
     if d is not None:
         check_pair(d, c, "(its config.json)")
     packed = storage(config) == "int4"
-    of_target, of_draft = shared(c, d, packed, dtype, tp, experts)
+    of_target, of_draft = shared(c, packed, dtype, tp, experts)
     model, item = on_meta(Transformer, c, dtype), dtype.itemsize
     if c.tie:
         model.lm_head.weight = None
@@ -104,7 +105,8 @@ def memory_plan(config: dict, draft: Optional[dict] = None, context: int = 4096,
     slots = context + 1  # one spare slot takes what is not committed
     plan["target latents"] = batch * slots * c.num_layers * c.latent_dim * item  # a latent serves all heads: every device has all
     if d is not None:
-        plan["drafter K/V"] = batch * slots * 2 * d.num_layers * -(-d.num_kv_heads // tp) * d.head_dim * item
+        kv_heads = d.num_kv_heads if draft_misfits(d, tp) else -(-d.num_kv_heads // tp)
+        plan["drafter K/V"] = batch * slots * 2 * d.num_layers * kv_heads * d.head_dim * item
     nodes, chunk = min(budget + 1, context), min(chunk, context)
     read = min(batch * chunk, chunk_room(-(-c.num_heads // tp), context, item))
     plan["workspace"] = max(workspace(c, batch * nodes, nodes, context, tp, item, batch * nodes), workspace(c, read, chunk, context, tp, item, batch))

@@ -64,6 +64,12 @@ def agree(value):
 
 # What a round sends
 
+def draft_misfits(d, size: int) -> list:
+    """What keeps `size` ranks from dividing a drafter (DraftConfig), in words: then each rank has all of it."""
+    wrong = [f"{what} {n} over {size}" for what, n in (("heads", d.num_heads), ("FFN width", d.ffn), ("input", len(d.taps) * d.hidden_size)) if n % size]
+    return wrong + [f"kv heads {d.num_kv_heads} over {size}"] * bool(d.num_kv_heads % size and size % d.num_kv_heads)
+
+
 class Collective(NamedTuple):
     what: str
     kind: str    # "all_reduce" or "all_gather"
@@ -79,7 +85,7 @@ def traffic(config, draft, plan, batch: int, size: int, item: int, block: Option
     if size == 1:
         return []
     h, D, P, nodes = config.hidden_size * item, 0, 1, 1
-    sent = []
+    sent, copied = [], draft is not None and bool(draft_misfits(draft, size))
     if draft is not None:
         b = block or draft.block
         D = b if draft.slots == "next" else b - 1
@@ -90,13 +96,13 @@ def traffic(config, draft, plan, batch: int, size: int, item: int, block: Option
         tree = 8 * (min(W, -(-config.vocab_size // size)) + 1)
         nodes = 1 + (D if plan.mode == "dflash" else plan.budget)
         P = 1 + min(D, nodes - 1)
-        sent += [Collective("the drafter's embedding", "all_reduce", 1, batch * b * h),
-                 Collective("the drafter's layers", "all_reduce", 2 * draft.num_layers, batch * b * h),
-                 Collective("draft candidates", "all_gather", 1, batch * D * (chain if plan.mode == "dflash" else tree))]
+        sent += [Collective("the drafter's embedding", "all_reduce", 1, batch * b * h)]
+        sent += [] if copied else [Collective("the drafter's layers", "all_reduce", 2 * draft.num_layers, batch * b * h)]
+        sent += [Collective("draft candidates", "all_gather", 1, batch * D * (chain if plan.mode == "dflash" else tree))]
     logits = -(-config.vocab_size // size) * item
     sent += [Collective("the target's embedding", "all_reduce", 1, batch * nodes * h),
              Collective("the target's layers", "all_reduce", 2 * config.num_layers, batch * nodes * h),
              Collective("the target's tokens", "all_gather", 1, batch * nodes * (logits if plan.filtered else 16))]
-    if draft is not None:
+    if draft is not None and not copied:
         sent += [Collective("taps to draft K/V", "all_reduce", 1, batch * P * h)]
     return sent

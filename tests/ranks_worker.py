@@ -5,7 +5,6 @@
 import datetime
 import json
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -19,14 +18,14 @@ import torch.distributed as dist  # noqa: E402
 import generate  # noqa: E402
 import serve  # noqa: E402
 import tiny  # noqa: E402
-from checkpoint import open_draft, open_target  # noqa: E402
+from checkpoint import Files, open_draft, open_target  # noqa: E402
 from draft import Drafter  # noqa: E402
 from parallel import dividers  # noqa: E402
 from ranks import agree  # noqa: E402
 from verify import Plan  # noqa: E402
 
 torch.set_num_threads(1)
-pairs = {}
+pairs, device = {}, os.environ.get("DEVICE", "cpu")
 
 
 class Told(tiny.Informed):
@@ -54,9 +53,9 @@ def pair(case: dict) -> tuple:
     if key not in pairs:
         config, read = open_target(Path(case["target"]), getattr(torch, case["dtype"]))
         draft, read_draft = open_draft(Path(case["draft"]), config, getattr(torch, case["dtype"])) if case.get("draft") else (None, None)
-        divide = dividers(case["experts"], draft and draft.config, "cpu") if dist.get_world_size() > 1 else (lambda model: None,) * 2
-        target = read("cpu", divide[0])
-        pairs[key] = target, draft and read_draft(target, "cpu", divide[1])
+        divide = dividers(case["experts"], device)
+        target = read(device, divide[0])
+        pairs[key] = target, draft and read_draft(target, device, divide[1])
     target, draft = pairs[key]
     if draft is not None:
         draft.__class__, draft.vocab = Told if case.get("told") else Drafter, target.vocab
@@ -103,16 +102,23 @@ def held(case: dict) -> dict:
 
 
 def peak(case: dict) -> dict:
-    """Bytes by which loading raises the peak of resident memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Bytes by which loading raises the peak of resident memory, mapped pages of the files included."""
+    def status(key):
+        return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(key))) * 1024
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, ordinary, Files.window = status("VmRSS"), Files.window, 8 << 20
     target, _ = pair(case)
-    return {"peak": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, "holds": sum(p.nbytes for p in target.parameters())}
+    Files.window = ordinary
+    return {"peak": status("VmHWM") - before, "holds": sum(p.nbytes for p in target.parameters())}
 
 
 def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     cases = json.loads((folder / "cases.json").read_text())
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
+    if device == "cuda":  # NCCL wants a device of its own for each rank; gloo is content with one for all
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    two = device == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("cpu:gloo,cuda:nccl" if two else "gloo", timeout=datetime.timedelta(seconds=300))
     assert agree(rank) == 0
     seen = {}
     for case in cases:

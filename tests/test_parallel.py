@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate
 import tiny
-from checkpoint import UserError, keep_packed, layout, load_target, on_meta, parse_config, save_draft, save_target, write_safetensors
+from checkpoint import UserError, keep_packed, layout, load_draft, load_target, on_meta, parse_config, save_draft, save_target, write_safetensors
 from draft import DraftConfig, Drafter
 from helpers import GOLDEN, golden_target, to_fp8, to_int4, write
 from model import Config, MoE, Transformer
@@ -40,14 +40,14 @@ RUNS = [("ar", "greedy"), ("dflash", "sampled"), ("ddtree", "greedy"), ("ddtree"
 LENGTH = {"max_new_tokens": 12}
 
 
-def start(folder: Path, ranks: int, cases: list) -> list:
+def start(folder: Path, ranks: int, cases: list, device: str = "cpu") -> list:
     """The processes of a launch."""
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DEVICE": device}
     return [subprocess.Popen([sys.executable, str(WORKER), str(folder)], env={**env, "RANK": str(rank)}, stderr=open(folder / f"{rank}.err", "w"))
             for rank in range(ranks)]
 
@@ -72,6 +72,7 @@ class Cases:
         self.pairs["odd"] = self.small_pair("odd", vocab_size=13)
         self.pairs["tied"] = self.small_pair("tied", vocab_size=17, tie_word_embeddings=True)
         self.pairs["int4"] = self.packed_pair()
+        self.pairs["short"] = self.small_pair("short", vocab_size=13, num_hidden_layers=2)
         self.pairs["bundled"] = (str(ROOT / "checkpoints/tiny/target"), str(ROOT / "checkpoints/tiny/draft"))
         for name in self.pairs:
             self.add_texts(name)
@@ -84,8 +85,8 @@ class Cases:
         self.fp8, self.large = self.fp8_target(), self.large_target()
         self.cases[2] += [{"id": f"held fp8 {e}", "what": "held", "target": self.fp8, "experts": e, "dtype": "float64"} for e in LAYOUTS[2]]
         self.cases[2] += [{"id": f"peak {e}", "what": "peak", "target": self.large, "experts": e, "dtype": "bfloat16"} for e in LAYOUTS[2]]
-        for mode, backend in (("ar", "aot_eager"), ("dflash", "aot_eager"), ("ddtree", "inductor")):
-            self.cases[2].append({"id": f"compiled {mode}", "what": "text", **self.case("odd", "ep", SETTINGS["greedy"], 7), "mode": mode, "compile": backend})
+        for mode, backend in (("ar", "inductor"), ("dflash", "aot_eager"), ("ddtree", "aot_eager")):
+            self.cases[2].append({"id": f"compiled {mode}", "what": "text", **self.case("short", "ep", SETTINGS["greedy"], 7), "mode": mode, "compile": backend})
 
     def golden_pair(self, name: str, kind: str) -> tuple:
         folder = self.folder / name
@@ -100,11 +101,11 @@ class Cases:
 
     def small_pair(self, name: str, **changes) -> tuple:
         config = {**tiny.TARGET, "num_attention_heads": 4, "n_routed_experts": 8, **changes}
-        target = tiny.target(num_attention_heads=4, n_routed_experts=8, **changes)
+        target, taps = tiny.target(num_attention_heads=4, n_routed_experts=8, **changes), list(range(config["num_hidden_layers"] - 1))
         if changes.get("tie_word_embeddings"):
             target.lm_head.weight = target.embed_tokens.weight
         save_target(target, config, self.folder / f"{name}_target", torch.float64)
-        save_draft(tiny.drafter(target), self.draft_config(target), self.folder / f"{name}_draft", torch.float64)
+        save_draft(tiny.drafter(target, target_layer_ids=taps), {**self.draft_config(target), "target_layer_ids": taps}, self.folder / f"{name}_draft", torch.float64)
         return str(self.folder / f"{name}_target"), str(self.folder / f"{name}_draft")
 
     def packed_pair(self) -> tuple:
@@ -136,7 +137,7 @@ class Cases:
                 "settings": {"max_new_tokens": tokens, **settings}}
 
     def prompts(self, name: str) -> list:
-        vocab = {"odd": 13, "tied": 17}.get(name, 256)
+        vocab = {"odd": 13, "tied": 17, "short": 13}.get(name, 256)
         return [[t % vocab for t in p] for p in PROMPTS[:3 if name == "bundled" else 4]]
 
     def add_texts(self, name: str) -> None:
@@ -146,12 +147,24 @@ class Cases:
                 settings = {**settings, "seed": settings["seed"][:3]}
             self.plain[name, key] = [r.tokens for r in generate.generate(target, None, self.prompts(name), "ar", **LENGTH, **settings)]
             told = [] if name == "bundled" else [p + t for p, t in zip(self.prompts(name), self.plain[name, key])]
-            for ranks, layouts in LAYOUTS.items():
+            for ranks, layouts in LAYOUTS.items() if name != "short" else ():
                 for i, experts in enumerate(layouts):
                     for j, run in enumerate(RUNS):
                         if run[1] == key and (ranks == 2 or (i + j) % 2 == 0):
                             self.cases[ranks].append({"id": f"{name} {experts} {run[0]} {key}", "what": "text", **self.case(name, experts, settings),
                                                       "mode": run[0], "told": told})
+
+    def graphs(self, mode: str) -> int:
+        """How many graphs the same text takes on one rank."""
+        from unittest.mock import patch
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        ordinary = torch.compile
+        target = load_target(Path(self.pairs["short"][0]), dtype=torch.float64)
+        draft = load_draft(Path(self.pairs["short"][1]), target, dtype=torch.float64)
+        with patch.object(torch, "compile", lambda f, **settings: ordinary(f, backend="eager", fullgraph=True, dynamic=False)):
+            generate.generate(target, draft, self.prompts("short"), mode, max_new_tokens=7, compile=True)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     def seen(self, ranks: int) -> list:
         if ranks not in self.launches:
@@ -180,8 +193,7 @@ def test_one_text_in_every_layout(cases, ranks, name):
             assert s["tokens"] == cases.plain[name, case["id"].split()[-1]], case["id"]
             assert s["accepted"] == mine[0]["accepted"]
         if case["mode"] != "ar":
-            accepted = [a for row in mine[0]["accepted"] for a in row]
-            assert max(accepted) >= 2, case["id"]
+            assert max(a for row in mine[0]["accepted"] for a in row) >= (1 if name == "bundled" else 2), case["id"]
         count += 1
     assert count >= 5
 
@@ -198,12 +210,24 @@ def test_refill_cancelling_and_a_mode_that_changes(cases, ranks):
         assert tokens == want[:len(tokens)] and (len(tokens) == len(want) or i == 1 and 5 < len(tokens) < len(want))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_two_ranks_on_cuda(cases):
+    """On two devices by NCCL, on one by gloo: the texts of one process on the CPU."""
+    some = [c for c in cases.cases[2] if c["what"] == "text" and not c.get("compile") and c["id"].split()[0] in ("deepseek_v3", "odd", "int4")]
+    folder = cases.folder / "cuda"
+    for seen in results(folder, start(folder, 2, some, "cuda")):
+        for case in some:
+            name, _, _, key = case["id"].split()
+            assert seen[case["id"]]["tokens"] == cases.plain[name, key], case["id"]
+
+
 def test_compiled_is_eager_and_one_graph(cases):
     for mode in ("ar", "dflash", "ddtree"):
         mine = [s[f"compiled {mode}"] for s in cases.seen(2)]
         for s in mine:
-            assert s["tokens"] == [t[:7] for t in cases.plain["odd", "greedy"]] and s["breaks"] == 0
-            assert s["graphs"] == mine[0]["graphs"]
+            assert s["tokens"] == [t[:7] for t in cases.plain["short", "greedy"]] and s["breaks"] == 0
+            assert s["graphs"] == cases.graphs(mode)  # as many as on one rank
 
 
 # Loading
@@ -251,8 +275,8 @@ def test_a_rank_reads_no_more_than_its_part(cases, experts):
     """The peak of memory while loading: the rank's own half, and a little."""
     for s in cases.seen(2):
         peak, holds = s[f"peak {experts}"]["peak"], s[f"peak {experts}"]["holds"]
-        assert holds > 60e6
-        assert peak < 1.15 * holds + 16e6
+        assert holds > 100e6
+        assert 0.5 * holds < peak < 1.15 * holds + 24e6
 
 
 # Launches by torchrun
@@ -351,18 +375,18 @@ def real(name: str):
     ("moonlight_16b_a3b", 3, "tp", False, r"heads 16 over 3; .*shared experts' width 2816 over 3; .*What would work: --tp 2 or 4 or 8 or 16")])
 def test_sizes_that_do_not_divide(name, ranks, experts, packed, says):
     if says is None:
-        return check_layout(parse_layout(ranks, experts), experts, real(name), None, packed, torch.bfloat16)
+        return check_layout(parse_layout(ranks, experts), experts, real(name), packed, torch.bfloat16)
     with pytest.raises(UserError, match=says) as e:
-        check_layout(parse_layout(ranks, experts), experts, real(name), None, packed, torch.bfloat16)
+        check_layout(parse_layout(ranks, experts), experts, real(name), packed, torch.bfloat16)
     assert "\n" not in str(e.value)
 
 
 def test_what_would_work_works():
     c = real("deepseek_v2_lite")
     with pytest.raises(UserError, match="--tp 2 or 4, or --experts 2x4 or 4x2 or 8x1") as e:
-        check_layout(parse_layout(8, "tp"), "tp", c, None, True, torch.bfloat16)
+        check_layout(parse_layout(8, "tp"), "tp", c, True, torch.bfloat16)
     for experts in re.findall(r"\d+x\d+", str(e.value).partition("What would work")[2]):
-        check_layout(parse_layout(8, experts), experts, c, None, True, torch.bfloat16)
+        check_layout(parse_layout(8, experts), experts, c, True, torch.bfloat16)
 
 
 # Eight ranks without a machine: a fake process group, and models without storage
@@ -399,7 +423,7 @@ def kimi(experts: str, layers: int = 61) -> tuple:
     for m in target.modules():
         if isinstance(m, MoE):
             keep_packed(m, config)
-    divide_target, divide_draft = dividers(experts, d, "cpu")
+    divide_target, divide_draft = dividers(experts, "cpu")
     divide_target(target), divide_draft(draft)
     draft.share(target)
     return target, draft
@@ -445,8 +469,7 @@ def test_two_all_reduces_a_layer_and_one_gather_a_head(eight, experts):
         reduced = {s.what: s.count for s in want if s.kind == "all_reduce"}
         assert reduced["the target's layers"] == 2 * c.num_layers and reduced["the target's embedding"] == 1
         assert plan.mode == "ar" or reduced["the drafter's layers"] == 2 * draft.config.num_layers
-        # a round that reports on the chain gathers its tokens too
-        assert sum(s.kind == "all_gather" for s in want) == 1 + (plan.mode != "ar") + bool(plan.ladder)
+        assert sum(s.kind == "all_gather" for s in want) == 1 + (plan.mode != "ar")
     for layer in target.layers:
         x = torch.empty(8, 33, c.hidden_size, device="meta", dtype=torch.bfloat16)
         bias = torch.empty(8, 33, 1, 512 + 33, device="meta")
@@ -468,7 +491,7 @@ def test_a_weight_that_no_table_names_is_an_error(eight):
     target = on_meta(Transformer, real("deepseek_v2_lite"), torch.bfloat16)
     target.layers[3].self_attn.extra = torch.nn.Linear(4, 4, device="meta")
     with pytest.raises(AssertionError, match="do not agree"):
-        dividers("tp", None, "cpu")[0](target)
+        dividers("tp", "cpu")[0](target)
 
 
 def test_a_chunk_shrinks_with_its_context():
