@@ -248,7 +248,7 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
             try:
                 *seconds, catch_up = agree(measure(decoder, turns, min(span, decoder.slots), warm=3 if compiled else 1))
             except torch.OutOfMemoryError:
-                if len(widths) == 1:
+                if len(widths) == 1 or decoder.target.vocab is not None:  # other ranks wait in this round's collectives
                     raise
                 widths = widths[:-1]
                 continue
@@ -276,7 +276,8 @@ def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
     target, draft, here = decoder.target, decoder.draft, Path(__file__).parent
     source = hashlib.sha256(b"".join((here / f).read_bytes() for f in ("model.py", "draft.py", "ddtree.py", "verify.py")))
     device = target.norm.weight.device
-    return {"target": repr(target.config), "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(),
+    parts = [list(p.shape) for p in target.layers[-1].parameters()]  # tell how ranks share the model
+    return {"target": repr(target.config), "parts": parts, "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(),
             "dtype": str(target.norm.weight.dtype), "device": device_name(device), "threads": torch.get_num_threads() if device.type == "cpu" else 0,
             "torch": torch.__version__, "python": platform.python_version(), "source": source.hexdigest()[:16],
             "compiled": decoder.compiled is not None, "batch": len(decoder.root), "span": span, "rounds": [list(map(str, t)) for t in turns]}
