@@ -87,7 +87,7 @@ class Pair:
                     keep_packed(m, self.target)
         drafter = on_meta(Drafter, self.draft, torch.bfloat16)
         # (bytes are those of tp: with whole experts a device holds as much)
-        of_target, of_draft = shared(self.target, self.draft, storage(self.config) == "int4", torch.bfloat16, self.devices, "tp")
+        of_target, of_draft = shared(self.target, storage(self.config) == "int4", torch.bfloat16, self.devices, "tp")
         self.held, shapes = weights(model, of_target(model)), of_draft(drafter)
         self.draft_bytes = sum(math.prod(shapes[name]) * p.element_size() for name, p in drafter.own_params().items())
 
