@@ -56,7 +56,7 @@ def results(folder: Path, processes: list) -> list:
     """What each rank saw."""
     try:
         for i, p in enumerate(processes):
-            assert p.wait(timeout=600) == 0, (folder / f"{i}.err").read_text()[-3000:]
+            assert p.wait(timeout=1200) == 0, (folder / f"{i}.err").read_text()[-3000:]
     finally:
         for p in processes:
             p.kill()
@@ -150,7 +150,7 @@ class Cases:
             for ranks, layouts in LAYOUTS.items() if name != "short" else ():
                 for i, experts in enumerate(layouts):
                     for j, run in enumerate(RUNS):
-                        if run[1] == key and ((ranks == 2 and run[0] != "auto") or (i + j) % 2 == 0):
+                        if run[1] == key and (ranks == 2 and run[0] != "auto" or (i + j) % (ranks - 1) == 0):
                             self.cases[ranks].append({"id": f"{name} {experts} {run[0]} {key}", "what": "text", **self.case(name, experts, settings),
                                                       "mode": run[0], "told": told})
 
@@ -168,8 +168,9 @@ class Cases:
 
     def seen(self, ranks: int) -> list:
         if ranks not in self.launches:
-            folder = self.folder / f"launch{ranks}"
+            folder, self.launches[ranks] = self.folder / f"launch{ranks}", None
             self.launches[ranks] = results(folder, start(folder, ranks, self.cases[ranks]))
+        assert self.launches[ranks] is not None, "the launch failed before"
         return self.launches[ranks]
 
 
@@ -195,7 +196,7 @@ def test_one_text_in_every_layout(cases, ranks, name):
         if case["mode"] in ("dflash", "ddtree"):
             assert max(a for row in mine[0]["accepted"] for a in row) >= (1 if name == "bundled" else 2), case["id"]
         count += 1
-    assert count >= 5
+    assert count >= 4
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
