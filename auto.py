@@ -242,11 +242,11 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
         for turn in turns + candidates:
             decoder.prepare(turn)
         key = cost_key(decoder, turns, span)
-        kept = agree(read_costs(key))
+        kept = agree(read_costs(key), decoder.target.vocab is not None)
         if kept is None:
             progress(f"measuring {len(turns)} kinds of rounds, once" + (": each is compiled" if compiled else ""))
             try:
-                *seconds, catch_up = agree(measure(decoder, turns, min(span, decoder.slots), warm=3 if compiled else 1))
+                *seconds, catch_up = agree(measure(decoder, turns, min(span, decoder.slots), warm=3 if compiled else 1), decoder.target.vocab is not None)
             except torch.OutOfMemoryError:
                 if len(widths) == 1 or decoder.target.vocab is not None:  # other ranks wait in this round's collectives
                     raise
@@ -324,7 +324,7 @@ def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: in
     calls = [decoder.follow] + [lambda turn=turn: decoder.run(turn, span) for turn in turns]
     times, end = [[] for _ in calls], now(device) + patience
     for n in range(warm + repeats):
-        if agree(n >= warm + 5 and now(device) > end or n >= warm + 2 and now(device) > end + patience):
+        if agree(n >= warm + 5 and now(device) > end or n >= warm + 2 and now(device) > end + patience, decoder.target.vocab is not None):
             break
         decoder.waiting = 0
         for call, kept in zip(calls, times):

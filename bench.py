@@ -191,7 +191,7 @@ def bench_text(args) -> dict:
     texts, rows = read_prompts(args.prompt_file, args.prompts), []
     name = Path(args.beside).name if args.beside else ""
     for experts in args.experts:
-        pair = load(args.model, args.draft, args.device, DTYPES[args.dtype], experts=experts)
+        pair = load(args.model, args.draft, args.device, DTYPES[args.dtype], experts=experts if args.tp > 1 else None)
         prompts = [encode(pair[2], text) for text in texts]
         longest, context = max(map(len, prompts)) + args.tokens, pair[0].config.max_positions
         if longest > context:

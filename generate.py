@@ -51,19 +51,19 @@ def locate(model: str, draft: str, wanted: tuple = WANTED) -> tuple:
 
 
 def load(model: str = BUNDLED, draft: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.float32,
-         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None, experts: str = "tp") -> tuple:
+         block: Optional[int] = None, draft_window: Optional[int] = None, attention_factor: Optional[float] = None, experts: Optional[str] = None) -> tuple:
     """A folder or hub id -> target, drafter (or None), tokenizer.
 
     draft: a folder or hub id, "none", or "auto": the folder `draft` beside the target's, None where there is none.
-    block, draft_window, attention_factor: see Drafter.adapt. Where torch.distributed is initialized, all its ranks share the two
-    models; for experts see parallel.py. UserError on whatever does not fit."""
+    block, draft_window, attention_factor: see Drafter.adapt. experts: "tp", "ep" or "AxB": the ranks of the initialized
+    torch.distributed share the two models, see parallel.py; None: each process has its own. UserError on whatever does not fit."""
     folder, draft_folder = locate(model, draft)
     tokenizer = load_tokenizer(folder)
     return *load_models(folder, draft_folder, device, dtype, block, draft_window, attention_factor, experts), tokenizer
 
 
 def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: torch.dtype, block: Optional[int], draft_window: Optional[int],
-                attention_factor: Optional[float], experts: str = "tp", checked: Callable = lambda draft: None) -> tuple:
+                attention_factor: Optional[float], experts: Optional[str] = None, checked: Callable = lambda draft: None) -> tuple:
     """`load` from folders, without the tokenizer. checked(drafter or None) is called when both folders have been found sound and
     no weight is read yet."""
     config, read_target = open_target(folder, dtype)
@@ -75,7 +75,7 @@ def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: 
         raise UserError(str(e)) from None
     checked(drafter)
     divide = (lambda model: None,) * 2
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if experts is not None and torch.distributed.get_world_size() > 1:
         from parallel import dividers  # here, because its imports take as long as half of torch's own
         divide = dividers(experts, device)
     target = read_target(device, divide[0])
@@ -330,7 +330,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     prompts, slots = [r.tokens for r in requests], min((args.batch or BATCH) if file else len(requests), len(requests))
     check_prompts(prompts, config.max_positions, config.vocab_size)
     target, draft = load_models(folder, draft_folder, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
-                                args.experts, checked=lambda draft: check_last(args, draft, requests, slots, config))
+                                args.experts if args.tp > 1 else None, checked=lambda draft: check_last(args, draft, requests, slots, config))
     launch.ready()
     if missed:
         print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)

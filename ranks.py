@@ -50,12 +50,12 @@ def best(logits: Tensor, vocab: Optional[Vocabulary] = None) -> Tensor:
     return ids.gather(0, value.view(torch.float64).argmax(0, keepdim=True)).squeeze(0)
 
 
-def agree(value):
+def agree(value, shared: bool = True):
     """Rank 0's value, on every rank: any object that pickles. For what the host decides from something that differs between ranks
-    (a clock, stdin); all ranks must call it at the same place. Alone it returns its argument. It goes over the hosts' network, in
-    about a millisecond, and does not wait for the device."""
+    (a clock, stdin); all ranks must call it at the same place. Alone, or where ranks do not share a model (shared: its `vocab` is not
+    None), it returns its argument. It goes over the hosts' network, in about a millisecond, and does not wait for the device."""
     dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not shared or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return value
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))

@@ -184,7 +184,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         fresh = []
         for slot in [s for s in range(B) if rows[s] is None]:
             number, request = next(queue, (0, None))
-            while request is not None and agree(request.cancelled):
+            while request is not None and together(request.cancelled):
                 yield Event(number, [], 0, "cancelled", False)
                 number, request = next(queue, (0, None))
             if request is None:
