@@ -334,8 +334,8 @@ def check_arguments(args, ranks: Ranks) -> None:
         raise UserError(f"--batch {args.batch} cannot be divided over {ranks.world} processes")
     if not args.anchors < args.seq_len:
         raise UserError(f"--anchors must be less than --seq-len {args.seq_len}, got {args.anchors}")
-    if min(args.markov_rank, args.held_out) < 0 or not (0 < args.lr < math.inf and 0 < args.gamma < math.inf) or any(not 0 <= t < math.inf for t in args.temperature):
-        raise UserError("--markov-rank, --held-out and --temperature must not be negative, and --lr and --gamma must be positive numbers")
+    if min(args.markov_rank, args.held_out) < 0 or not (0 < args.lr < math.inf and 0 < args.gamma < math.inf) or any(t != 0 and not 1e-4 <= t < math.inf for t in args.temperature):
+        raise UserError("--markov-rank and --held-out must not be negative, --temperature 0 or at least 0.0001, and --lr and --gamma must be positive numbers")
 
 
 def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
