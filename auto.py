@@ -21,6 +21,7 @@ import os
 import platform
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Callable, Optional
 
@@ -123,8 +124,9 @@ class Auto:
         return not self.probing and min(self.weight) >= SETTLED and self.unheard[-1] + 1 < QUIET <= sum(self.rounds) // 4
 
     def learn(self, i: int, rows: int, accepted: Optional[list] = None, expected: Optional[list] = None) -> None:
-        """What a round of candidate i showed. rows: how many were active. accepted (D): how many of them accepted a draft at each depth. expected, summed over rows: how many should have, of each
-        width and the chain (W + 1, D); of a dflash round, of the chain alone (1, D); None of plain decode."""
+        """What a round of candidate i showed. rows: how many were active. accepted (D): how many of them accepted a draft at each
+        depth. expected, summed over rows: how many should have, of each width and the chain (W + 1, D); of a dflash round, of the chain
+        alone (1, D); None of plain decode."""
         self.rounds[i] += 1
         self.probes += self.probing
         self.run = self.run + 1 if i == self.last else 0
@@ -271,13 +273,19 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def fingerprint(decoder: Decoder) -> str:
+    """Of the weights, by the first few numbers of many tensors: what a drafter wins changes when one of the pair is trained."""
+    some = [*decoder.target.layers[-1].parameters(), *decoder.draft.own_params().values()]
+    return hashlib.sha256(repr(torch.cat([p.detach().reshape(-1)[:16].double() for p in some]).tolist()).encode()).hexdigest()[:16]
+
+
 def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
-    """All that the seconds of rounds depend on."""
+    """All that the seconds of rounds depend on, and what they win."""
     target, draft, here = decoder.target, decoder.draft, Path(__file__).parent
     source = hashlib.sha256(b"".join((here / f).read_bytes() for f in ("model.py", "draft.py", "ddtree.py", "verify.py")))
     device = target.norm.weight.device
     parts = [list(p.shape) for p in target.layers[-1].parameters()]  # tell how ranks share the model
-    return {"target": repr(target.config), "parts": parts, "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(),
+    return {"target": repr(target.config), "parts": parts, "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(), "fingerprint": fingerprint(decoder),
             "dtype": str(target.norm.weight.dtype), "device": device_name(device), "threads": torch.get_num_threads() if device.type == "cpu" else 0,
             "torch": torch.__version__, "python": platform.python_version(), "source": source.hexdigest()[:16],
             "compiled": decoder.compiled is not None, "batch": len(decoder.root), "span": span, "rounds": [list(map(str, t)) for t in turns]}
@@ -305,14 +313,19 @@ def read_costs(key: dict) -> Optional[dict]:
 
 def write_costs(key: dict, kept: dict) -> None:
     """Whole or not at all; a cache folder that cannot be written is no error."""
-    path = cost_file(key)
+    path, temporary = cost_file(key), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
+            temporary = f.name
             json.dump({"key": key, **kept}, f)
-        os.replace(f.name, path)
+        os.replace(temporary, path)
     except OSError:
         pass
+    finally:
+        if temporary is not None:
+            with suppress(OSError):  # it has its name, unless something failed
+                os.unlink(temporary)
 
 
 def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: int = 15, patience: float = 4.0) -> list:

@@ -1,6 +1,6 @@
 """What decoding costs, and what to pick: modes side by side, stage times, bytes moved.
 
-    python bench.py --quick          the three modes at batch 1, budgets of the tree side by side
+    python bench.py --quick          the modes at batch 1, budgets of the tree side by side
     python bench.py                  the same at concurrency 1, 4 and 16
     python bench.py --questions      and: (a) is the context read once? (b) what does a candidate cost? (c) what do compiled
                                      rounds bring? (d) what to pick?
@@ -37,6 +37,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 from unittest.mock import patch
@@ -44,12 +45,11 @@ from unittest.mock import patch
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 
-from auto import WIDTHS
 from chat import encode
 from checkpoint import UserError, load_draft
 from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, now, progress, rounded, short, spread, table, timings, watching, weight_bytes
 from ddtree import CANDIDATES, build_tree
-from generate import BUNDLED, DTYPES, check_device, generate, load, locate
+from generate import BUNDLED, DTYPES, Parser, check_device, generate, load, locate
 from launch import Launch
 from model import chain
 from serve import MODES, Request, Usage, need, open_batch, prefill, serve, span_for
@@ -64,7 +64,7 @@ STAGES = ("propose", "build", "verify", "accept+commit")
 class Case(NamedTuple):
     """One way to decode."""
     mode: str
-    budget: int = 32
+    budget: Optional[int] = 32
     spine: bool = False
     compile: bool = False
     other: str = ""         # the name of the second drafter, where it is that one that drafts
@@ -82,8 +82,10 @@ def read_prompts(path: Path, count: Optional[int]) -> list:
         texts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(f"{path} must hold one {{\"id\": …, \"prompt\": …}} per line: {e!r}") from None
+    wrong = next((t for t in texts if not isinstance(t, str)), None)
+    need(wrong is None, f"{path} must hold prompts that are text, found {str(wrong)[:40]!r}")
     if not 1 <= (len(texts) if count is None else count) <= len(texts):
         raise UserError(f"prompts must be between 1 and the {len(texts)} of {path}, got {count}")
     return texts[:count]
@@ -97,7 +99,7 @@ def repeated_4grams(tokens: list) -> float:
 def cases_for(draft, args, other: str = "") -> list:
     cases = [Case("ar")]
     if draft is not None:
-        cases += [Case("auto", WIDTHS[-1]), Case("dflash"), *(Case("ddtree", b) for b in args.budgets)]
+        cases += [Case("auto", None), Case("dflash"), *(Case("ddtree", b) for b in args.budgets)]
         cases += [Case("ddtree", 32, True)] if 32 in args.budgets and draft.depths <= 32 else []
         cases += [c._replace(other=other) for c in cases if other and c.mode not in ("ar", "auto") and not c.spine]
     return list(dict.fromkeys(c._replace(compile=args.compile) for c in cases))
@@ -177,13 +179,18 @@ def show_comparison(rows: list, prompts: list, tokenizer, args) -> None:
           [[r["case"], short(r["tok_s"], 1), r["ratio"], r["tokens_per_round"], r["pooled"],
             *(None if r["mode"] == "ar" and s in ("propose", "build") else r["stages"][s]["median"] for s in STAGES),
             f"{r['host']['median']:.0%}", f"{r['differs']} of {len(prompts)}"] for r in rows])
-    auto = next((r for r in rows if r["mode"] == "auto"), None)
-    if auto is not None:
-        fixed = max((r for r in rows if r is not auto), key=lambda r: r["ratio"]["median"])
-        print(f"auto against the best fixed mode, {fixed['case']}: {auto['ratio']['median'] / fixed['ratio']['median']:.2f}; its rounds: "
-              + ", ".join(f"{mode} {n / sum(auto['modes'].values()):.0%}" for mode, n in auto["modes"].most_common()))
+    show_auto(rows)
     text = tokenizer.decode(prompts[0], skip_special_tokens=False) + " >>> " + tokenizer.decode(base["texts"][0], skip_special_tokens=False)
     print(f"repeated 4-grams: {base['repeated_4grams']:.0%}. The first text:", *(f"    {line}" for line in text.splitlines()), sep="\n", flush=True)
+
+
+def show_auto(rows: list) -> None:
+    """Mode auto against the best of the others that have its drafter."""
+    auto = next((r for r in rows if r["mode"] == "auto"), None)
+    if auto is not None:
+        fixed = max((r for r in rows if r is not auto and not r["other"]), key=lambda r: r["ratio"]["median"])
+        print(f"auto against the best fixed mode, {fixed['case']}: {auto['ratio']['median'] / fixed['ratio']['median']:.2f}; its rounds: "
+              + ", ".join(f"{mode} {n / sum(auto['modes'].values()):.0%}" for mode, n in auto["modes"].most_common()))
 
 
 def bench_text(args) -> dict:
@@ -191,6 +198,7 @@ def bench_text(args) -> dict:
     texts, rows = read_prompts(args.prompt_file, args.prompts), []
     name = Path(args.beside).name if args.beside else ""
     for experts in args.experts:
+        pair = other = None  # the weights of the last layout go before those of the next come
         pair = load(args.model, args.draft, args.device, DTYPES[args.dtype], experts=experts if args.tp > 1 else None)
         prompts = [encode(pair[2], text) for text in texts]
         longest, context = max(map(len, prompts)) + args.tokens, pair[0].config.max_positions
@@ -265,11 +273,9 @@ class Clock:
 
 def against_transformers(pair: tuple, prompts: list, args) -> dict:
     """Eager ar beside transformers' own greedy `generate` with its cache: the same weights and prompts, in turns, batch 1."""
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise UserError("--transformers compares with the transformers package, which is not installed; pip install transformers") from None
-    model, speed, differs = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype]).to(args.device).eval(), {"ar": [], "transformers": []}, 0
+    from transformers import AutoModelForCausalLM  # here, because only this needs it
+    folder, speed, differs = locate(args.model, "none")[0], {"ar": [], "transformers": []}, 0
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[args.dtype]).to(args.device).eval()
     model.generation_config.eos_token_id = None  # past end tokens, as everywhere here
     for n, prompt in enumerate([prompts[0], *prompts]):  # the first twice: once to warm up
         clock, ids = Clock(), torch.tensor([prompt], device=args.device)
@@ -369,7 +375,8 @@ def answer_questions(pair: tuple, prompts: list, alone: list, args) -> dict:
 # The command line
 
 def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measures the modes of decoding side by side, on real text.")
+    parser = Parser(description="Measures the modes of decoding side by side, on real text.",
+                    epilog="--simulate: what rounds would cost on machines that are not here; it has flags of its own (--simulate --help)")
     add = parser.add_argument
     add("--quick", action="store_true", help="concurrency 1 only")
     add("--questions", action="store_true", help="also what the context, a candidate and compilation cost")
@@ -404,18 +411,33 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check_out(path: Path) -> None:
+    """UserError where a file cannot be written; one that is not there yet is not left behind."""
+    new = not path.exists()
+    try:
+        open(path, "ab").close()
+    except OSError as e:
+        raise UserError(f"{path} cannot be written: {e.strerror}") from None
+    if new:
+        path.unlink(missing_ok=True)  # (ranks share it)
+
+
 def run(args: argparse.Namespace, launch: Launch) -> int:
     need(args.tp == 1 or not (args.random or args.trees or args.questions or args.beside or args.serve),
          "--tp measures the modes; leave --random, --trees, --questions, --serve and --beside out")
     need(args.tp > 1 or args.experts == ["tp"], "--experts says how ranks share the experts; add --tp N, or leave it out")
     args.concurrency = args.concurrency or ([1] if args.quick else [1, 8, 32] if args.random else [1, 4, 16])
-    for name, least in (("tokens", 2), ("concurrency", 1), ("threads", 1), ("repeats", 2), ("nodes", 1), ("contexts", 1), ("budgets", 1), ("temperature", 0), ("serve", 1)):
+    for name, least in (("tokens", 2), ("concurrency", 1), ("threads", 1), ("repeats", 2), ("nodes", 1), ("contexts", 1), ("budgets", 1),
+                        ("temperature", 0), ("serve", 1)):
         value = getattr(args, name)
         lowest = min(value) if isinstance(value, list) else value
         need(lowest is None or lowest >= least, f"{name} must be at least {least}, got {lowest}")
     need(args.trees + args.random + (args.serve is not None) < 2, "--trees, --random and --serve are different benches; run one at a time")
     need(args.random == (args.config is not None), "--random and --config go together: name the model whose layers to build")
-    need(args.out is None or args.out.absolute().parent.is_dir(), f"{args.out} cannot be written: its folder does not exist")
+    need(not args.transformers or find_spec("transformers") is not None,
+         "--transformers compares with the transformers package, which is not installed; pip install transformers")
+    if args.out is not None:
+        check_out(args.out)
     need(not args.capture or args.random and args.device.startswith("cuda"), "--capture goes with --random on a CUDA device")
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -427,12 +449,16 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     print(", ".join(f"{k} {v}" for k, v in report["machine"].items()))
     report |= bench_serve(args) if args.serve else bench_trees(args) if args.trees else bench_random(args) if args.random else bench_text(args)
     line = json.dumps(rounded(report))
-    if args.out and launch.rank == 0:
-        args.out.write_text(line + "\n")
-    wrong = sum(row["differs"] for row in report.get("modes", report.get("serve", [])) if args.dtype in ("float32", "float64"))
+    rows = report.get("modes", report.get("serve", [])) + report.get("questions", {}).get("compiled", [])
+    wrong = sum(row["differs"] for row in rows if args.dtype in ("float32", "float64"))
     if wrong:
         print(f"error: {wrong} texts differ in {args.dtype}; see the column differs", file=sys.stderr)
-    print(line, flush=True)
+    print(line, flush=True)  # first: whatever becomes of the file, it is here
+    if args.out and launch.rank == 0:
+        try:
+            args.out.write_text(line + "\n")
+        except OSError as e:
+            raise UserError(f"{args.out} cannot be written: {e.strerror}; the JSON object is on stdout") from None
     return 1 if wrong else 0
 
 

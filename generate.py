@@ -4,8 +4,7 @@
 
 Three ways to decode, one text: `ar` one token per forward, `dflash` a chain of drafts, `ddtree` a tree of drafts. Greedy or
 seeded, all three emit the same tokens; they differ in how many forwards of the target it takes, and `auto` picks among them
-round by round. (In bf16 and fp16 a forward of
-many nodes rounds differently from a forward of one, so near ties may fall the other way.)
+round by round. (In bf16 and fp16 a forward of many nodes rounds differently from a forward of one, so near ties may fall the other way.)
 """
 import argparse
 import json
@@ -21,7 +20,7 @@ from typing import Callable, Iterator, Optional, Union
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 
-from auto import ladder
+from auto import RING, ladder
 from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
 from checkpoint import WANTED, UserError, open_draft, open_target, parse_config, read_config, resolve
 from draft import Drafter
@@ -31,7 +30,7 @@ from plan import check_fits, memory_plan, table
 from prompts import PromptFile, open_file, serve_file
 from ranks import agree
 from serve import (BATCH, BUDGET, CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill,
-                   record, serve)
+                   record, serve, slots_for)
 from show import DIM, RESET, Screen, draw_tree, exit_code, node_probabilities, summary
 from verify import Decoder, Plan
 
@@ -85,9 +84,9 @@ def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: 
 def generate(target: Transformer, draft: Optional[Drafter], prompts: list, mode: str = "auto", budget: Optional[int] = None,
              max_new_tokens: int = 128, **settings) -> list:
     """prompts: lists of token ids, ragged -> a Result per prompt. The settings are those of `rounds`."""
-    results, began = [Result() for _ in prompts], time.perf_counter()
-    for e in rounds(target, draft, prompts, mode, budget, max_new_tokens, **settings):
-        record(results[e.number], e, time.perf_counter() - began)
+    results, began = [Result() for _ in prompts], []
+    for e in rounds(target, draft, prompts, mode, budget, max_new_tokens, ready=lambda: began.append(time.perf_counter()), **settings):
+        record(results[e.number], e, time.perf_counter() - began[0])
     return results
 
 
@@ -100,14 +99,14 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
            max_new_tokens: int = 128, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
            seed: Union[int, list] = 0, stop_ids: tuple = (), compile: bool = False, spine: bool = SPINE,
            until: Optional[Callable] = None, progress: Callable = lambda text: None,
-           controller: Callable = lambda auto: None) -> Iterator[Event]:
+           controller: Callable = lambda auto: None, ready: Callable = lambda: None) -> Iterator[Event]:
     """Decodes all prompts as one batch and yields an Event per row and round.
 
     mode: one of MODES; auto is plain decode where there is no drafter, and else measures what rounds cost here (once: auto.py) and
     picks. controller(auto) gets the Auto that does. budget: drafted nodes of a ddtree (None: 32), the most of them for auto (None: 64).
     seed: one for all rows, or one per prompt. stop_ids end a row and are not emitted. until(row, tokens) may end a row
     too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears of the prefill.
-    UserError on arguments out of range."""
+    ready() is called when all is measured and compiled and serving begins. UserError on arguments out of range."""
     check_settings(mode, budget, max_new_tokens, temperature, top_p, top_k, seed, len(prompts))
     check_pair_for(mode, budget, spine, draft)
     check_prompts(prompts, target.config.max_positions, target.config.vocab_size)
@@ -116,6 +115,7 @@ def rounds(target: Transformer, draft: Optional[Drafter], prompts: list, mode: s
     decoder, plan, pilot = open_batch(target, draft, requests, len(prompts), mode, budget, spine, compile, progress)
     if pilot is not None:
         controller(pilot.auto)
+    ready()
     try:
         yield from serve(decoder, requests, plan, pilot, stop_ids, until, progress)
     finally:
@@ -191,13 +191,14 @@ def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
     there //= args.tp if args.device == "cpu" else 1  # its ranks share the host's memory
     config, draft, more = read_config(folder), draft_folder and read_config(draft_folder), dict(chunk=CHUNK, dtype=DTYPES[args.dtype], experts=args.experts)
     budget = args.budget or BUDGET
+    more["ring"] = RING if args.mode == "auto" else 0
     if args.mode == "auto" and draft is not None:  # the widest tree that fits is the most auto may pick
         widths = ladder(args.budget, args.compile)
         while len(widths) > 1 and memory_plan(config, draft, context, batch, args.tp, widths[-1], **more)["total"] > there:
             widths = widths[:-1]
         budget = args.budget = widths[-1]
     plan = check_fits(there, config, draft, context, batch, args.tp, budget=budget, **more)
-    caches = plan["target latents"] + plan.get("drafter K/V", 0)
+    caches = plan["target latents"] + plan.get("drafter K/V", 0) + plan.get("waiting taps", 0)
     print(f"memory: {(plan['total'] - caches - plan['workspace']) / 1e9:.3f} GB of weights, {caches / 1e9:.3f} GB of caches, "
           f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there" + f", for each of {args.tp} ranks" * (args.tp > 1), file=sys.stderr)
 
@@ -207,7 +208,7 @@ def check_last(args: argparse.Namespace, draft: Optional[Drafter], requests: lis
     check_pair_for("ar" if args.mode == "auto" and draft is None else args.mode, args.budget, args.spine, draft)
     room = config.max_positions - len(requests[0].tokens) - 1
     need(args.tree is None or args.tree <= room, f"the context ends before round {args.tree}; ask for one up to {room}")
-    check_memory(args, min(max(len(r.tokens) + r.max_new_tokens for r in requests), config.max_positions), slots)
+    check_memory(args, slots_for(requests, config.max_positions, args.compile), slots)
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -221,7 +222,9 @@ def check_flags(args: argparse.Namespace) -> None:
     need(args.out is None or args.prompts is not None, "--out takes the results of --prompts; add it, or redirect stdout")
     need(all(args.stop), "a stop text must not be empty")
     if args.prompts is not None:
-        apart("--prompts", ("prompt", "messages", "tree", "check", "color"), "serves a file")
+        apart("--prompts", ("prompt", "messages", "tree", "check", "color", "json"), "serves a file, and its results are JSON")
+    elif args.messages and not args.prompt:
+        apart("--messages", ("chat", "system"), "holds a whole chat")
     if args.tree is not None:
         apart("--tree", ("check", "json"), "draws a round and stops")
     if args.json:
@@ -349,11 +352,14 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
         print(draw_round(target, draft, tokenizer, prompts[0], args.tree, args))
         return 0
     live = len(prompts) == 1 and not args.json
-    screen, results, began = Screen(tokenizer, len(prompts), tuple(args.stop), live, args.color), [Result() for _ in prompts], time.perf_counter()
+    screen, results = Screen(tokenizer, len(prompts), tuple(args.stop), live, args.color), [Result() for _ in prompts]
+    began = [time.perf_counter()]
+    def ready():
+        began[0] = time.perf_counter()
     interrupted, autos = False, []
     try:
-        for e in rounds(target, draft, prompts, args.mode, until=screen.until, progress=progress, controller=autos.append, **settings):
-            record(results[e.number], e, time.perf_counter() - began)
+        for e in rounds(target, draft, prompts, args.mode, until=screen.until, progress=progress, controller=autos.append, ready=ready, **settings):
+            record(results[e.number], e, time.perf_counter() - began[0])
             if live and e.prefill:
                 progress(f"{DIM}{texts[0]}{RESET}" if isinstance(texts[0], str) and sys.stdout.isatty() else "")
             screen.show(e)
@@ -361,7 +367,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
                 progress(f"{sum(bool(r.finish) for r in results)} of {len(results)} done, {sum(len(r.tokens) for r in results)} tokens")
     except KeyboardInterrupt:
         interrupted = True
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began[0]
     screen.close()
     if live:
         print(flush=True)
@@ -370,7 +376,8 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     for i, (r, s) in enumerate(zip(results, screen.streams)):
         if args.json:
             print(json.dumps({"prompt": texts[i], "text": s.text, "tokens": r.tokens, "accepted": r.accepted, "finish": r.finish or "interrupted",
-                              "mode": args.mode, "rounds": dict(Counter(r.modes)), "why": autos[0].why() if autos else None, "first_token_s": round(r.first_token, 6), "seconds": round(r.seconds, 6)}), flush=True)
+                              "mode": args.mode, "rounds": dict(Counter(r.modes)), "why": autos[0].why() if autos else None,
+                              "first_token_s": round(r.first_token, 6), "seconds": round(r.seconds, 6)}), flush=True)
         elif not live:
             print(f"--- prompt {i}: {texts[i]!r}\n{screen.painted[i]}", flush=True)
     print(("interrupted; " if interrupted else "") + summary(args.mode, results, seconds) + (f"; {autos[0].summary()}" if autos else ""), file=sys.stderr)
@@ -392,7 +399,8 @@ def main(argv: Optional[list] = None) -> int:
     """Exit codes: 0; 1 where --check fails; 2 with one line on stderr where the user can mend it; 130 on Ctrl-C. A rank of a launch
     does not return: it ends here, with 1 and one line on any other error."""
     launch = Launch()
-    return exit_code(lambda: launch.leave(run(parse_arguments(argv), launch)), "--batch, --max-new-tokens or --budget, or take a smaller --dtype; --plan counts bytes", end=launch.fail)
+    return exit_code(lambda: launch.leave(run(parse_arguments(argv), launch)),
+                     "--batch, --max-new-tokens or --budget, or take a smaller --dtype; --plan counts bytes", end=launch.fail)
 
 
 if __name__ == "__main__":

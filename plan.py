@@ -77,10 +77,10 @@ def workspace(c: Config, tokens: int, N: int, S: int, tp: int, item: int, logits
 
 
 def memory_plan(config: dict, draft: Optional[dict] = None, context: int = 4096, batch: int = 1, tp: int = 1, budget: int = 32,
-                chunk: int = 256, dtype: torch.dtype = torch.bfloat16, experts: str = "tp") -> dict:
+                chunk: int = 256, dtype: torch.dtype = torch.bfloat16, experts: str = "tp", ring: int = 0) -> dict:
     """What -> bytes on each of tp devices, for `batch` sequences of `context` tokens; "total" is the last entry.
     config, draft: what config.json holds. fp8 counts as dense weights, which it becomes when loaded; int4 stays packed. experts:
-    see parallel.py. Where devices hold different amounts, the first one is meant, which holds the most."""
+    see parallel.py. ring: rounds the drafter's taps may wait, of mode auto. Where devices hold different amounts, the first one is meant, which holds the most."""
     c = parse_config(Config, config)
     if min(context, batch, tp) < 1:
         raise UserError(f"context, batch and tp must be at least 1, got {context}, {batch} and {tp}")
@@ -107,6 +107,8 @@ def memory_plan(config: dict, draft: Optional[dict] = None, context: int = 4096,
     if d is not None:
         kv_heads = d.num_kv_heads if draft_misfits(d, tp) else -(-d.num_kv_heads // tp)
         plan["drafter K/V"] = batch * slots * 2 * d.num_layers * kv_heads * d.head_dim * item
+        if ring:
+            plan["waiting taps"] = batch * (ring + 1) * drafter.fc.in_features * item
     nodes, chunk = min(budget + 1, context), min(chunk, context)
     read = min(batch * chunk, chunk_room(-(-c.num_heads // tp), context, item))
     plan["workspace"] = max(workspace(c, batch * nodes, nodes, context, tp, item, batch * nodes), workspace(c, read, chunk, context, tp, item, batch))

@@ -1,7 +1,7 @@
 """A file of prompts, served through a batch: one JSON object a line in, one a line out, each written whole when it is done.
 
 The results' file is the memory of a run: what it holds is not done again, so the same command goes on after a crash or Ctrl-C. A
-line is one write at the end of the file, so a crash can leave no more than a last line cut short, which the next run drops.
+line is one write at the end of the file, so a process that dies can leave no more than a last line cut short, which the next run drops.
 """
 import fcntl
 import json
@@ -24,7 +24,8 @@ from verify import Decoder, Plan
 
 KEYS = ("id", "prompt", "messages", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 BEGINS = b'{"id": '   # how each result begins
-SYNC_SECONDS = 1.0    # results reach the disk this often; a process that dies loses none, a machine that dies these
+SYNC_SECONDS = 1.0    # a result that comes this long after the last fsync brings the next one: a dying process loses none, a dying machine those since
+SHOW_SECONDS = 0.1    # figures are shown this often at most
 
 
 class Task(NamedTuple):
@@ -64,7 +65,7 @@ def read_task(line: bytes, encode: Callable, default: Request, stop: tuple, conf
 
 
 def read_tasks(path: Path, *settings) -> tuple:
-    """A file -> its Tasks, and a line about each of its lines that cannot be served. The settings are those of read_task.
+    """A file -> its Tasks, and (number, what is wrong) of each line that cannot be served. The settings are those of read_task.
     UserError where the file cannot be read, or holds nothing."""
     try:
         lines = path.read_bytes().split(b"\n")
@@ -80,7 +81,9 @@ def read_tasks(path: Path, *settings) -> tuple:
             first[task.id] = n
             tasks.append(task)
         except UserError as e:
-            wrong.append(f"{path}, line {n}: {e}")
+            wrong.append((n, str(e)))
+        except RecursionError:  # of whatever looks into it: the JSON, the chat template
+            wrong.append((n, "it is nested too deeply"))
     need(tasks or wrong, f"{path} holds no prompt")
     return tasks, wrong
 
@@ -92,6 +95,17 @@ def result_id(line: bytes) -> Optional[Union[str, int]]:
         return d["id"] if isinstance(d["text"], str) and d["finish"] and type(d["id"]) in (str, int) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def cut_short(tail: bytes) -> bool:
+    """Whether it is the beginning of a result and no more. What is whole JSON was not cut."""
+    try:
+        json.loads(tail)
+    except ValueError:
+        return tail.startswith(BEGINS[:len(tail)])
+    except RecursionError:
+        pass  # (results are flat)
+    return False
 
 
 def open_results(path: Path, source: Path) -> tuple:
@@ -116,10 +130,17 @@ def open_results(path: Path, source: Path) -> tuple:
         done[result_id(tail)] = 0
         out.write(b"\n")
     elif tail:
-        need(tail.startswith(BEGINS[:len(tail)]), f"{path} ends in something that is no result of an earlier run; give --out another file")
+        need(cut_short(tail), f"{path} ends in something that is no result of an earlier run; give --out another file")
         out.truncate(len(whole) + len(newline))
         print(f"{path}: its last line was cut short and is done again", file=sys.stderr)
     return out, set(done)
+
+
+def ranges(numbers: list) -> str:
+    """Rising numbers, those in a row as first-last: 3, 7-9."""
+    there = set(numbers)
+    firsts, lasts = [n for n in numbers if n - 1 not in there], [n for n in numbers if n + 1 not in there]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(firsts, lasts))
 
 
 @dataclass
@@ -158,18 +179,20 @@ def open_file(path: Path, out: Optional[Path], *settings) -> PromptFile:
     """The file's tasks without those that `out` holds. Lines that cannot be served are reported. The settings are those of read_task."""
     tasks, wrong = read_tasks(path, *settings)
     handle, done = open_results(out, path) if out is not None else (None, set())
-    for line in wrong[:10]:
-        print(f"error: {line}", file=sys.stderr)
+    for n, what in wrong[:10]:
+        print(f"error: {path}, line {n}: {what}", file=sys.stderr)
     if len(wrong) > 10:
-        print(f"error: and {len(wrong) - 10} more lines of {path}", file=sys.stderr)
+        print(f"error: and {len(wrong) - 10} more lines of {path}: {ranges([n for n, _ in wrong[10:]])}", file=sys.stderr)
     left = [t for t in tasks if t.id not in done]
     if len(left) < len(tasks) or not left:
         print(f"{len(tasks) - len(left)} of {len(tasks)} prompts were done before", file=sys.stderr)
     return PromptFile(left, len(wrong), len(tasks) - len(left), handle)
 
 
-def answers(tasks: list, decoder: Decoder, plan: Plan, tokenizer, stop_ids: tuple, usage: Usage, choose: Optional[Callable] = None) -> Iterator[dict]:
-    """Serves the tasks; yields each result, as it goes to the file, when it is done. Its seconds count from when it got its slot."""
+def answers(tasks: list, decoder: Decoder, plan: Plan, tokenizer, stop_ids: tuple, usage: Usage, choose: Optional[Callable] = None,
+            heard: Callable = lambda text: None) -> Iterator[dict]:
+    """Serves the tasks; yields each result, as it goes to the file, when it is done. Its seconds count from when it got its slot.
+    heard(text) is called whenever a row got something, and with a text about prompts read while nothing decodes."""
     results, streams, began = {}, {}, {}
 
     def requests() -> Iterator[Request]:
@@ -186,8 +209,9 @@ def answers(tasks: list, decoder: Decoder, plan: Plan, tokenizer, stop_ids: tupl
                 return i + 1
         return None
 
-    for e in serve(decoder, requests(), plan, choose, stop_ids, until, usage=usage):
+    for e in serve(decoder, requests(), plan, choose, stop_ids, until, heard, usage):
         record(results[e.number], e, time.perf_counter() - began[e.number])
+        heard("")
         if not e.finish:
             continue
         r, stream = results.pop(e.number), streams.pop(e.number, None)
@@ -204,13 +228,15 @@ def serve_file(file: PromptFile, decoder: Decoder, plan: Plan, tokenizer, stop_i
     def figures() -> str:
         seconds = time.perf_counter() - began
         return f"{done} of {len(file.tasks)} done, {usage.tokens / seconds:.1f} tok/s, {usage.per_round:.2f} tokens per round"
+    def heard(text: str) -> None:
+        nonlocal shown
+        if time.perf_counter() - shown > SHOW_SECONDS:
+            shown = time.perf_counter()
+            progress(figures() + (f"; {text}" if text else ""))
     try:
-        for result in answers(file.tasks, decoder, plan, tokenizer, stop_ids, usage, choose):
+        for result in answers(file.tasks, decoder, plan, tokenizer, stop_ids, usage, choose, heard):
             file.write(result)
             done += 1
-            if time.perf_counter() - shown > 0.1:
-                shown = time.perf_counter()
-                progress(figures())
     except KeyboardInterrupt:
         interrupted = True
     finally:

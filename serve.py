@@ -123,10 +123,8 @@ def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, ba
     chooses other ones (else None). progress(text) hears when rounds have to be measured first."""
     mode = "ar" if draft is None else mode
     context = target.config.max_positions
-    most = max(min(len(r.tokens) + r.max_new_tokens, context) for r in requests)
-    # slots in powers of two: with whole buckets a second call finds the graphs of the first
-    decoder = Decoder(target, None if mode == "ar" else draft, batch, min(bucket(most, 256), context) if compile else most,
-                      RING if mode == "auto" else 0)
+    most = slots_for(requests, context, False)
+    decoder = Decoder(target, None if mode == "ar" else draft, batch, slots_for(requests, context, compile), RING if mode == "auto" else 0)
     hot = [r for r in requests if r.temperature > 0]
     plan = Plan("ar" if mode == "auto" else mode, budget or BUDGET, spine, bool(hot), any(r.top_k > 0 or r.top_p < 1 for r in hot))
     decoder.prepare(plan)
@@ -264,6 +262,13 @@ def prefill(decoder: Decoder, prompts: list, plan: Plan) -> None:
         read_chunk(decoder, rows, [i for i, r in enumerate(rows) if r.left], len(rows) * CHUNK, plan)
 
 
+def slots_for(requests: list, context: int, compile: bool) -> int:
+    """Cache slots of a row, to hold the largest of the requests. Compiled, powers of two: with whole buckets a second call finds the
+    graphs of the first."""
+    most = min(max(len(r.tokens) + r.max_new_tokens for r in requests), context)
+    return min(bucket(most, 256), context) if compile else most
+
+
 def bucket(n: int, least: int) -> int:
     """The power of two, at least `least`, that holds n."""
     return max(least, 1 << (n - 1).bit_length())
@@ -317,4 +322,5 @@ def check_pair_for(mode: str, budget: Optional[int], spine: bool, draft: Optiona
     """UserError where a mode asks of the drafter what it cannot give."""
     need(mode in ("ar", "auto") or draft is not None, f"mode {mode} needs a drafter and there is none; pass --draft, or use --mode ar")
     need(not (mode == "auto" and spine), "mode auto orders its trees best first; use --mode ddtree with a spine, or leave it out")
-    need(not (mode == "ddtree" and spine) or (budget or BUDGET) >= draft.depths, f"with a spine the budget must be at least the {draft and draft.depths} drafted depths, got {budget or BUDGET}")
+    need(not (mode == "ddtree" and spine) or (budget or BUDGET) >= draft.depths,
+         f"with a spine the budget must be at least the {draft and draft.depths} drafted depths, got {budget or BUDGET}")

@@ -2,7 +2,7 @@
 
     python bench.py --simulate                                        Kimi-K2.6 and its drafter on 8 devices, tensor and expert parallel
     python bench.py --simulate --machine h200 --concurrency 1 64 --contexts 1024 --chain 3.5
-    python bench.py --simulate --fit                                  the published points, what was fitted to them, what is left over
+    python bench.py --simulate --fit                                  points that users reported, what was fitted to them, what is left over
 
 The seconds of a round are counted from the configs: for every part of the model the bytes that each device must read, the products it
 must make, the collectives and the launches. A part takes as long as the slower of its bytes and its products; parts do not overlap.
@@ -28,7 +28,7 @@ from checkpoint import UserError, check_pair, keep_packed, on_meta, parse_config
 from costs import table
 from ddtree import grow
 from draft import DraftConfig, Drafter
-from generate import load
+from generate import Parser, load
 from model import Config, MoE, Router, Transformer
 from plan import memory_plan, shared, storage, weights
 from ranks import traffic
@@ -61,7 +61,6 @@ MACHINES = {
 class Engine(NamedTuple):
     """Seconds of a round that neither bytes nor products explain: launches, host, and waiting."""
     layer: float    # per layer, of target and drafter alike
-    round: float = 0.0
 
 
 @dataclass
@@ -175,7 +174,7 @@ def round_parts(pair: Pair, machine: Machine, engine: Engine, layout: str, batch
         parts["drafter"] = part(pair.draft_bytes, pair.draft_bytes / pair.item, batch * d.block) + kv / read
     if n > 1:
         parts["collectives"] = collectives(pair, machine, plan, batch)
-    parts["launches and host"] = engine.layer * (c.num_layers + drafted * d.num_layers) + engine.round
+    parts["launches and host"] = engine.layer * (c.num_layers + drafted * d.num_layers)
     return parts
 
 
@@ -217,10 +216,10 @@ def because(parts: dict) -> str:
     return ", ".join(f"{kind} {seconds / total:.0%}" for kind, seconds in most)
 
 
-# Published points
+# Points that others reported
 
 class Point(NamedTuple):
-    """tok/s of all sequences together that somebody measured. chain: drafts per round (0: plain decode)."""
+    """tok/s of all sequences together that a user of a public engine reported. chain: drafts per round (0: plain decode)."""
     what: str
     tok_s: float
     layout: str
@@ -229,8 +228,9 @@ class Point(NamedTuple):
     source: str
 
 
-CONTEXT = 2000   # of the published points: none states it
-PUBLISHED = (
+CONTEXT = 2000   # of the reported points: none states it
+# By users of public engines: a Kimi-K2.6 deployment on eight GPUs, and a user on 8 x MI300X. No link can be given.
+REPORTED = (
     Point("EP8, plain decode", 65, "ep", 1, 0, "deployment"), Point("TP8 with graphs, plain decode", 98, "tp", 1, 0, "deployment"),
     Point("DFlash, block 8 (EP8 assumed)", 86, "ep", 1, 7, "deployment"), Point("high concurrency, plain decode", 1493, "ep", 0, 0, "deployment"),
     Point("high concurrency, DFlash", 1146, "ep", 0, 7, "deployment"),
@@ -248,11 +248,11 @@ def solve(target: float, of: Callable, low: float, high: float) -> float:
 
 
 def fit(pair: Pair, deployment: Machine, user: Machine) -> tuple:
-    """Engines and assumptions fitted to PUBLISHED, and rows (what, published, model, residual, fitted on it?)."""
+    """Engines and assumptions fitted to REPORTED, and rows (point, model, residual, fitted on it?)."""
     def tok_s(machine, engine, point, tokens=1.0, batch=None):
         B, plan = batch or point.batch, Plan("dflash", point.chain) if point.chain else Plan("ar", 0)
         return B * tokens / sum(round_parts(pair, machine, engine, point.layout, B, plan, CONTEXT).values())
-    eager_ar, graph_ar, dflash, many_ar, many_dflash, *users = PUBLISHED
+    eager_ar, graph_ar, dflash, many_ar, many_dflash, *users = REPORTED
     eager = Engine(solve(eager_ar.tok_s, lambda x: tok_s(deployment, Engine(x), eager_ar), 0, 1e-2))
     graph = Engine(solve(graph_ar.tok_s, lambda x: tok_s(deployment, Engine(x), graph_ar), 0, 1e-2))
     accepts = dflash.tok_s / tok_s(deployment, eager, dflash)           # tokens per round that would give 86
@@ -261,7 +261,7 @@ def fit(pair: Pair, deployment: Machine, user: Machine) -> tuple:
         return sum(math.log(tok_s(user, Engine(x), p, USER_ACCEPTS if p.chain else 1.0) / p.tok_s) ** 2 for p in users)
     theirs = Engine(min((i * 1e-5 for i in range(400)), key=error))
     rows = []
-    for p in PUBLISHED:
+    for p in REPORTED:
         machine, engine = (user, theirs) if p in users else (deployment, graph if p is graph_ar else eager)
         tokens = 1.0 if not p.chain else USER_ACCEPTS if p in users else accepts
         model = tok_s(machine, engine, p, tokens, many if not p.batch else None)
@@ -271,9 +271,10 @@ def fit(pair: Pair, deployment: Machine, user: Machine) -> tuple:
 
 def show_fit(pair: Pair, name: str) -> None:
     found, rows = fit(pair, MACHINES[name], MACHINES["mi300x"])
-    print(f"Published points ({pair.name}, 8 devices; context {CONTEXT}, the layouts of three points and the deployment's devices ({name}) are assumed: no "
-          "source states them). A model, not a measurement.")
-    table(["point", "source", "published tok/s", "model tok/s", "residual", ""],
+    print(f"Points reported by users of public engines (a Kimi-K2.6 deployment on eight GPUs, a user on 8 x MI300X); no link can be given. {pair.name}, "
+          f"8 devices; context {CONTEXT}, the layouts of three points and the deployment's devices ({name}) are assumed: no source states them. A model, "
+          "not a measurement.")
+    table(["point", "source", "reported tok/s", "model tok/s", "residual", ""],
           [[p.what, p.source, str(p.tok_s), f"{m:.1f}", f"{r:+.0%}", "fitted on this" if on else "one unknown for four" if p.source != "deployment" else "not fitted"]
            for p, m, r, on in rows])
     print(f"Fitted: {found['eager'].layer * 1e6:.0f} us per layer without graphs (from 65), {found['graph'].layer * 1e6:.0f} us with them (from 98), "
@@ -285,7 +286,7 @@ def show_fit(pair: Pair, name: str) -> None:
 # The command line
 
 def parse_arguments(argv: list) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.py --simulate", description="What rounds would cost elsewhere. A model, not a measurement.")
+    parser = Parser(prog="bench.py --simulate", description="What rounds would cost elsewhere. A model, not a measurement.")
     add = parser.add_argument
     add("--config", default="kimi_k26", metavar="NAME|FILE", help="the target's config.json, or a name in tests/configs (default kimi_k26)")
     add("--draft-config", default="kimi_k25_dflash", metavar="NAME|FILE", help="the drafter's (default kimi_k25_dflash)")
@@ -302,8 +303,8 @@ def parse_arguments(argv: list) -> argparse.Namespace:
     add("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="N", help="drafted nodes of a tree")
     add("--chain", type=float, default=3.0, metavar="X", help="tokens per round of the drafter's chain (default 3)")
     add("--skew", default="0", metavar="X|measured", help="routing: odds of experts fall with rank^-X (default 0: uniform); measured: as the bundled target's do")
-    add("--layer-us", type=float, metavar="X", help="microseconds per layer that bytes do not explain (default: fitted to a published point with graphs)")
-    add("--fit", action="store_true", help="the published points and what is left over, and stop")
+    add("--layer-us", type=float, metavar="X", help="microseconds per layer that bytes do not explain (default: fitted to a reported point with graphs)")
+    add("--fit", action="store_true", help="the reported points and what is left over, and stop; takes no other flag")
     return parser.parse_args(argv)
 
 
@@ -316,6 +317,8 @@ def read_config(name: str) -> dict:
 
 def run(argv: list) -> int:
     args = parse_arguments(argv)
+    if args.fit and len(argv) > 1:
+        raise UserError("--fit is about the reported points, whose pair and machines are given; leave the other flags out")
     for name in ("devices", "concurrency", "contexts", "widths", "bytes_s", "flops", "link", "collective_us", "memory"):
         value = getattr(args, name)
         least = min(value) if isinstance(value, list) else value

@@ -112,13 +112,52 @@ def test_numbers():
 @pytest.mark.parametrize("argv, message", [
     (["--tokens", "1"], "tokens must be at least 2"), (["--prompts", "25"], "between 1 and the 24"), (["--budgets", "8", "0"], "budgets must be at least 1"),
     (["--concurrency", "0"], "concurrency must be at least 1"), (["--temperature", "-1"], "temperature must be at least 0"),
-    (["--random"], "go together"), (["--serve", "0"], "serve must be at least 1"), (["--serve", "3", "--trees"], "one at a time"), (["--random", "--config", "nothing"], "no config 'nothing'"), (["--out", "/no/such/folder/x"], "cannot be written"),
+    (["--nonsense"], "--help lists the flags"), (["--out", "/"], "/ cannot be written: Is a directory"), (["--random"], "go together"), (["--serve", "0"], "serve must be at least 1"), (["--serve", "3", "--trees"], "one at a time"), (["--random", "--config", "nothing"], "no config 'nothing'"), (["--out", "/no/such/folder/x"], "cannot be written"),
     (["--random", "--config", "kimi_k26", "--layers", "61"], "between 1 and the 60"), (["--model", "/no/such/model"], "no such model folder"),
     (["--prompt-file", "/no/such/file"], "cannot be read"), (["--prompt-file", __file__], "one {\"id\""), (["--device", "nope"], "device 'nope'")])
 def test_user_errors(argv, message, capsys):
     assert bench.main(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_prompts_that_are_not_text_and_packages_that_are_not_there(tmp_path, capsys, monkeypatch):
+    (tmp_path / "p.jsonl").write_text('{"id": 1, "prompt": "x"}\n{"id": 2, "prompt": ["y"]}\n')
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "load", None)  # nothing is loaded before
+    for argv, says in ((["--prompt-file", str(tmp_path / "p.jsonl")], "prompts that are text, found \"['y']\""), (["--transformers"], "is not installed")):
+        assert bench.main(argv) == 2
+        error = capsys.readouterr().err
+        assert says in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_what_counts_as_wrong_and_where_it_is_printed(capsys, monkeypatch, tmp_path):
+    """Compiled rounds that differ fail, too; the JSON line comes even where the file can no longer be written."""
+    out = tmp_path / "o.json"
+    def found(args):
+        out.mkdir()  # in the meantime
+        return {"modes": [{"differs": 0}], "questions": {"compiled": [{"differs": 0}, {"differs": 1}]}}
+    monkeypatch.setattr(bench, "bench_text", found)
+    assert bench.main(["--questions", "--out", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[-1])["questions"]["compiled"][1]["differs"] == 1
+    assert "1 texts differ" in captured.err and "is on stdout" in captured.err
+    monkeypatch.setattr(bench, "bench_text", lambda args: {"modes": [{"differs": 0}], "questions": {"compiled": [{"differs": 1}]}})
+    assert bench.main(["--questions"]) == 1
+
+
+def test_auto_is_compared_with_its_own_drafter(capsys):
+    def row(mode, ratio, other=""):
+        return {"mode": mode, "case": mode + other, "other": other, "ratio": {"median": ratio}, "modes": bench.Counter({mode: 1})}
+    rows = [row("auto", 2.0), row("ar", 1.0), row("dflash", 4.0), row("dflash", 8.0, "another")]
+    bench.show_auto(rows)
+    assert "the best fixed mode, dflash: 0.50" in capsys.readouterr().out
+
+
+def test_auto_has_the_ladder_of_its_kind_of_rounds(folder):
+    args = bench.parse_arguments(["--compile"])
+    auto, = (c for c in bench.cases_for(load(folder)[1], args) if c.mode == "auto")
+    assert auto.compile and auto.budget is None
 
 
 def test_trees_of_a_large_vocabulary(capsys, monkeypatch):

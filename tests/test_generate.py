@@ -1,5 +1,6 @@
 """One text in every mode: lossless in fp64, exact caches after every step, stops and limits one by one."""
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -442,3 +443,15 @@ def test_soak_of_3000_rounds():
         if before is None and done > 1800:
             before = memory()
     assert memory() - before < 16 << 20
+
+
+def test_the_clock_starts_when_serving_begins(monkeypatch):
+    """Measuring and compiling come before it."""
+    now, ordinary = [0.0], generate.open_batch
+    def slow(*args):
+        now[0] += 100.0
+        return ordinary(*args)
+    monkeypatch.setattr(generate, "open_batch", slow)
+    monkeypatch.setattr(generate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    result, = generate.generate(tiny.golden("kimi_k2"), None, [[1, 2, 3]], "ar", max_new_tokens=2)
+    assert result.first_token == result.seconds == 0

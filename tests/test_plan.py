@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import tiny
 from checkpoint import UserError, layout, load_draft, load_target, on_meta, parse_config
 from draft import DraftConfig, Drafter
 from helpers import golden_draft, golden_target, kimi_k25, to_fp8, to_int4, write
 from model import Config, Transformer
 from plan import check_fits, memory_plan, storage, table
+from verify import Decoder
 
 CONFIGS = {p.stem: json.loads(p.read_text()) for p in sorted((Path(__file__).parent / "configs").glob("*.json"))}
 DRAFT = CONFIGS.pop("kimi_k25_dflash")
@@ -103,6 +105,15 @@ def test_the_plan_is_what_is_allocated(kind, tmp_path):
     assert plan["drafter"] == sum(p.nbytes for p in draft.own_params().values())
     assert weights == sum(t.nbytes for t in {t.data_ptr(): t for t in target.parameters()}.values())
     assert plan["total"] == weights + plan["drafter"] + plan["target latents"] + plan["drafter K/V"] + plan["workspace"]
+
+
+def test_the_ring_of_mode_auto_is_planned():
+    target, draft = tiny.target(torch.float32), tiny.drafter(tiny.target(torch.float32))
+    decoder = Decoder(target, draft, 3, 50, 32)
+    config, (draft_config, _) = golden_target("deepseek_v3")[0], golden_draft("sliding_b16")
+    without, plan = (memory_plan(config, draft_config, context=100, batch=3, dtype=torch.float32, ring=ring) for ring in (0, 32))
+    taps = len(parse_config(DraftConfig, draft_config).taps) * config["hidden_size"]
+    assert plan["waiting taps"] == plan["total"] - without["total"] == decoder.waiting_taps.nbytes * taps // draft.fc.in_features
 
 
 def test_more_devices_need_less_each():

@@ -5,12 +5,14 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import generate
 import prompts
+from serve import Request
 from test_cli import PROMPT, TOKENIZER, edit, endless, notes, objects, pair, refused, run, start  # noqa: F401  (pair, endless: fixtures)
 
 LINES = [{"id": "a", "prompt": PROMPT}, {"id": 2, "prompt": "é", "max_new_tokens": 7}, {"id": "c", "prompt": "return 漢字 " * 9, "temperature": 0.8, "seed": 3},
@@ -218,9 +220,36 @@ def test_bytes_that_are_not_utf8_spoil_their_line_alone(pair, tmp_path):
 def test_many_bad_lines_are_counted(pair, tmp_path):
     file = write(tmp_path / "p.jsonl", ["?"] * 25 + [{"id": 1, "prompt": "x"}])
     results, err = served(pair, file, code=2)
-    assert set(results) == {1} and err.count("\nerror: ") == 10 and f"error: and 15 more lines of {file}\n" in err
+    assert set(results) == {1} and err.count("\nerror: ") == 10 and f"error: and 15 more lines of {file}: 11-25\n" in err
+    assert prompts.ranges([3, 7, 8, 9, 11]) == "3, 7-9, 11"
     code, out, err = run("--model", pair / "target", "--prompts", write(tmp_path / "all.jsonl", ["?"]))
     assert code == 2 and out == "" and "memory" not in err
+
+
+def test_a_line_nested_too_deeply_spoils_itself_alone(tmp_path):
+    """Whatever it is that gives up on it: reading it, looking into it, or the template."""
+    def encode(text):
+        return encode(text) if text == "deep" else [1]
+    nested = [{"id": d, "messages": [{"role": "user", "content": json.loads("[" * d + "]" * d)}]} for d in range(20, 900, 40)]
+    file = write(tmp_path / "p.jsonl", [{"id": "a", "prompt": "x"}, {"id": "b", "prompt": "deep"}, *nested, {"id": "z", "prompt": "y"}])
+    for depth in range(900, 1100):
+        with open(file, "a") as f:
+            f.write(f'{{"id": {depth}, "messages": [{{"role": "user", "content": {"[" * depth + "]" * depth}}}]}}\n')
+    tasks, wrong = prompts.read_tasks(file, encode, Request([]), (), SimpleNamespace(max_positions=9, vocab_size=9))
+    assert {"a", "z", 20} <= {t.id for t in tasks} and len(tasks) + len(wrong) == 3 + len(nested) + 200
+    assert wrong[0] == (2, "it is nested too deeply") and all("nested" in what or "not JSON" in what for _, what in wrong)
+
+
+def test_a_file_shows_how_far_it_is_before_anything_is_done(pair, tmp_path, monkeypatch):
+    """A prompt is read in chunks, and rounds pass, before the first text ends."""
+    heard, ordinary = [], generate.serve_file
+    def listening(file, decoder, plan, tokenizer, stops, progress, pilot):
+        return ordinary(file, decoder, plan, tokenizer, stops, heard.append, pilot)
+    monkeypatch.setattr(generate, "serve_file", listening)
+    monkeypatch.setattr(prompts, "SHOW_SECONDS", 0.0)
+    served(pair, write(tmp_path / "p.jsonl", [{"id": 1, "prompt": "x" * 400, "max_new_tokens": 20}]))
+    assert heard[0].startswith("0 of 1 done") and heard[0].endswith("; prompts read: 256 of 400 tokens")
+    assert sum(text.startswith("0 of 1 done") for text in heard) > 3 and heard[-1] == ""
 
 
 # Files that cannot be used
@@ -240,7 +269,8 @@ def test_files_that_cannot_be_used_are_refused(pair, file, tmp_path):
     link.symlink_to(file)
     refused(*run(*model, "--prompts", file, "--out", link), "holds the prompts")
     assert file.read_bytes() == before
-    for text, says in (("my notes", "ends in something"), ("my notes\n", "line 1 is no result"), ('{"id": 1}\n', "line 1 is no result"), ("\n", "line 1 is no result")):
+    for text, says in (("my notes", "ends in something"), ("my notes\n", "line 1 is no result"), ('{"id": 1}\n', "line 1 is no result"), ("\n", "line 1 is no result"),
+                       ('{"id": 1, "theirs": 2}', "ends in something"), ('{"id": ' + "[" * 9999, "ends in something"), ('{"id": 1, "prompt": "x"}', "ends in")):
         other.write_text(text)
         refused(*run(*model, "--prompts", file, "--out", other), says)
         assert other.read_text() == text
@@ -250,7 +280,7 @@ def test_files_that_cannot_be_used_are_refused(pair, file, tmp_path):
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--prompt", "x"], "leave --prompt out"), (["--tree"], "leave --tree out"), (["--check", "--color"], "leave --check, --color out"), (["--messages", "m.json"], "leave --messages out"),
+    (["--prompt", "x"], "leave --prompt out"), (["--json"], "leave --json out"), (["--tree"], "leave --tree out"), (["--check", "--color"], "leave --check, --color out"), (["--messages", "m.json"], "leave --messages out"),
     (["--batch", "0"], "batch must be at least 1"), (["--batch", "-3"], "batch"), (["--context", "9"], "--plan"), (["--budget", "0"], "budget"), (["--max-new-tokens", "0"], "max-new-tokens")])
 def test_flags_that_do_not_go_with_a_file(pair, file, args, says):
     refused(*run("--model", pair / "target", "--prompts", file, *args), says)
@@ -261,6 +291,12 @@ def test_flags_that_do_not_go_with_a_file(pair, file, args, says):
     (["--tree", "--check"], "leave --check out"), (["--json", "--color"], "leave --color out")])
 def test_flags_that_would_be_ignored_are_refused(pair, args, says):
     refused(*run("--model", pair / "target", "--prompt", PROMPT, *args), says)
+
+
+@pytest.mark.parametrize("flags, says", [(["--system", "x"], "leave --system out"), (["--chat"], "leave --chat out")])
+def test_flags_of_prompts_without_one(pair, tmp_path, flags, says):
+    (tmp_path / "m.json").write_text(json.dumps([{"role": "user", "content": "hi"}]))
+    refused(*run("--model", pair / "target", "--messages", tmp_path / "m.json", *flags), says)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError(),

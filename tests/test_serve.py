@@ -29,6 +29,14 @@ class Refilled(Watched):
             close(self.draft.v_cache[:, slot, :n], v[:, 0], tolerance)
 
 
+def test_slots_are_whole_buckets_where_rounds_are_compiled():
+    """The memory plan asks the same function."""
+    requests = [Request([1] * 5, 20), Request([1] * 300, 9)]
+    assert [serve.slots_for(requests, context, compile) for context in (4096, 400, 300) for compile in (False, True)] == [309, 512, 309, 400, 300, 300]
+    target = tiny.golden("kimi_k2")
+    assert open_batch(target, None, requests, 2, "ar", None, False, False)[0].slots == serve.slots_for(requests, target.config.max_positions, False)
+
+
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(serve, "CHUNK", 16)
