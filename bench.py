@@ -193,13 +193,15 @@ def show_auto(rows: list) -> None:
               + ", ".join(f"{mode} {n / sum(auto['modes'].values()):.0%}" for mode, n in auto["modes"].most_common()))
 
 
-def bench_text(args) -> dict:
+def bench_text(args, launch: Launch) -> dict:
     """Modes x concurrency x temperature, and the questions where they are asked."""
     texts, rows = read_prompts(args.prompt_file, args.prompts), []
     name = Path(args.beside).name if args.beside else ""
     for experts in args.experts:
         pair = other = None  # the weights of the last layout go before those of the next come
+        launch.wait()
         pair = load(args.model, args.draft, args.device, DTYPES[args.dtype], experts=experts if args.tp > 1 else None)
+        launch.ready()
         prompts = [encode(pair[2], text) for text in texts]
         longest, context = max(map(len, prompts)) + args.tokens, pair[0].config.max_positions
         if longest > context:
@@ -447,7 +449,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     check_device(args.device)
     report = {"machine": machine(args), "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
     print(", ".join(f"{k} {v}" for k, v in report["machine"].items()))
-    report |= bench_serve(args) if args.serve else bench_trees(args) if args.trees else bench_random(args) if args.random else bench_text(args)
+    report |= bench_serve(args) if args.serve else bench_trees(args) if args.trees else bench_random(args) if args.random else bench_text(args, launch)
     line = json.dumps(rounded(report))
     rows = report.get("modes", report.get("serve", [])) + report.get("questions", {}).get("compiled", [])
     wrong = sum(row["differs"] for row in rows if args.dtype in ("float32", "float64"))

@@ -5,6 +5,7 @@ run that was killed goes on as if it had not been, and more ranks train on the s
 
 Shapes: B sequences, T tokens per sequence, M blocks (anchors) per sequence.
 """
+import datetime
 import json
 import os
 import sys
@@ -58,16 +59,34 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.barrier()
 
+    def all_have(self, value) -> bool:
+        """Whether every rank has the same."""
+        if self.world == 1:
+            return True
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return all(v == value for v in values)
+
 
 def join_ranks(device: str) -> tuple:
-    """-> Ranks, and this rank's device."""
+    """-> Ranks, and this rank's device. UserError where the launch cannot work."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return Ranks(), device
-    if device == "cuda":
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        there, here = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if "LOCAL_RANK" not in os.environ:
+            raise UserError(f"WORLD_SIZE is {world} and LOCAL_RANK is not set; start the processes with torchrun")
+        if index or there < here:
+            raise UserError(f"each of the {here} processes on a host takes a CUDA device of its own, and "
+                            + (f"--device is {device}; use cuda" if index else f"there are {there}; start fewer processes, or use --device cpu"))
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:  # ranks wait for each other's honest work: responses written, prompts decoded
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(days=1))
+    except Exception as e:
+        raise UserError(f"{world} processes could not join ({' '.join(str(e).split())[:150]}); start them with torchrun") from None
     return Ranks(dist.get_rank(), world), device
 
 
@@ -119,11 +138,17 @@ def write_responses(args, target: Transformer, items: list, stops: tuple, ranks:
     folder.mkdir(parents=True, exist_ok=True)
     same = {"target": str(args.target), "data": zlib.crc32(json.dumps(items).encode()), "temperature": args.temperature, "seq_len": most}
     known = folder / "settings.json"
-    if known.exists() and json.loads(known.read_text()) != same:
+    there = known.exists()
+    try:
+        other = there and json.loads(known.read_text()) != same
+    except (OSError, ValueError) as e:
+        raise UserError(f"{known} cannot be read ({type(e).__name__}: {e}); remove {folder}, or pass another --work") from None
+    if other:
         raise UserError(f"{folder} was written for another target, --data, --temperature or --seq-len; pass another --work, or remove it")
     ranks.wait()  # all have looked before the first writes
-    if ranks.rank == 0:
-        known.write_text(json.dumps(same))
+    if ranks.rank == 0 and not there:
+        Path(f"{known}.part").write_text(json.dumps(same))
+        os.replace(f"{known}.part", known)
     todo = [i for i, (prompt, response) in enumerate(items) if response is None and len(prompt) < most]
     shards, began, made = [todo[at:at + SHARD] for at in range(0, len(todo), SHARD)], time.time(), 0
     for n, shard in enumerate(shards):

@@ -28,7 +28,7 @@ from launch import Launch
 from model import Config, Transformer
 from plan import check_fits, memory_plan, table
 from prompts import PromptFile, open_file, serve_file
-from ranks import agree
+from ranks import agree, least
 from serve import (BATCH, BUDGET, CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill,
                    record, serve, slots_for)
 from show import DIM, RESET, Screen, draw_tree, exit_code, node_probabilities, summary
@@ -187,8 +187,11 @@ def print_plan(args: argparse.Namespace) -> None:
 def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
     """Prints the memory plan as one line before any weight is read. UserError where it cannot fit."""
     folder, draft_folder = locate(args.model, args.draft)
-    there = torch.cuda.mem_get_info(args.device)[0] if args.device.startswith("cuda") else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    there //= args.tp if args.device == "cpu" else 1  # its ranks share the host's memory
+    if args.device.startswith("cuda"):
+        there = torch.cuda.mem_get_info(args.device)[0]
+    else:  # the ranks of a host share its memory
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (int(os.environ.get("LOCAL_WORLD_SIZE", args.tp)) if args.tp > 1 else 1)
+    there = least(there)  # all ranks decide alike, whatever each has
     config, draft, more = read_config(folder), draft_folder and read_config(draft_folder), dict(chunk=CHUNK, dtype=DTYPES[args.dtype], experts=args.experts)
     budget = args.budget or BUDGET
     more["ring"] = RING if args.mode == "auto" else 0
@@ -298,6 +301,7 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
 
 
 def run(args: argparse.Namespace, launch: Launch) -> int:
+    need(args.tp >= 1, f"--tp must be at least 1, got {args.tp}")
     need(args.experts is None or args.tp > 1, "--experts says how ranks share the experts; add --tp N, or leave it out")
     args.experts = args.experts or "tp"
     if args.plan:
@@ -307,6 +311,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     args.device = launch.join(args.tp, args.device, args.timeout)
     texts = agree(read_chats(args) if args.prompts is None and launch.rank == 0 else [])  # there is one stdin
     folder, draft_folder = locate(args.model, args.draft)
+    launch.wait()
     missed = draft_folder is None and args.mode is None and args.draft != "none"
     if args.mode is None:  # a spine, and a drawing, are a ddtree's
         args.mode = "ar" if draft_folder is None else "ddtree" if args.spine or args.tree is not None else "auto"

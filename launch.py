@@ -20,7 +20,6 @@ import torch.distributed as dist
 from checkpoint import UserError
 from show import told
 
-HERE = str(Path(__file__).parent)
 BEAT = 0.5      # seconds between two signs of life
 PATIENCE = 3.0  # seconds for others to say why they failed, before their failure is called a death
 
@@ -71,7 +70,14 @@ class Launch:
         return device
 
     def ready(self) -> None:
-        """Waits until every rank is here, for as long as those that are not get on: weights may come from slow disks."""
+        """Waits until every rank has its models, for as long as those that have not live: weights may come from slow disks. From here on a
+        rank may not keep the others waiting."""
+        self.wait()
+        if self.joined:
+            self.watch.begin()
+
+    def wait(self) -> None:
+        """Waits until every rank is here, for as long as those that are not live: files may have to be fetched."""
         if self.joined:
             self.watch.meet()
 
@@ -103,8 +109,12 @@ class Watch(threading.Thread):
     def __init__(self, rank: int, size: int, timeout: float):
         super().__init__(daemon=True)
         self.rank, self.size, self.timeout, self.over = rank, size, timeout, False
+        self.met, self.begun = 0, False
+        # the folders whose lines are places: this one, not what lies inside it, and the program's
+        self.homes = {os.path.dirname(os.path.abspath(f)) for f in (__file__, sys.argv[0])}
         # a connection of its own: calls on one wait for each other
-        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=datetime.timedelta(seconds=timeout))
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=datetime.timedelta(seconds=timeout))
+        self.store = dist.PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # one launch's failure is not the next one's
         self.main, self.beats, self.seen = threading.main_thread().ident, 0, {}
         self.counting, self.speaking = threading.Lock(), threading.Lock()
         # the main thread may be stuck in a collective when a signal comes: this thread hears of it through a pipe
@@ -116,7 +126,7 @@ class Watch(threading.Thread):
     def where(self) -> str:
         """The line of this project that the main thread is at."""
         frame = sys._current_frames().get(self.main)
-        while frame is not None and not frame.f_code.co_filename.startswith(HERE):
+        while frame is not None and os.path.dirname(frame.f_code.co_filename) not in self.homes:
             frame = frame.f_back
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "?"
 
@@ -151,12 +161,12 @@ class Watch(threading.Thread):
                 os._exit(1)
 
     def late(self, patience: float) -> tuple:
-        """(rank, why) of one that gives no sign of life, or stays elsewhere while this one waits; () where there is none."""
+        """(rank, why) of one that gives no sign of life, or, once all have begun, stays elsewhere while this one waits; () where there is none."""
         now, (_, _, here, since) = time.monotonic(), self.seen[self.rank]
         for r, (_, alive, place, moved) in sorted(self.seen.items()):
             if now - alive > patience:
                 return r, f"no sign of life for {now - alive:.0f} s (killed, out of memory, or stopped), last at {place}"
-        if now - since > self.timeout:
+        if self.begun and now - since > self.timeout:
             for r, (_, _, place, moved) in sorted(self.seen.items()):
                 if place != here and now - moved > self.timeout:
                     return r, f"stays at {place} for {now - moved:.0f} s, while others wait for it"
@@ -212,6 +222,15 @@ class Watch(threading.Thread):
             os._exit(143)
 
     def meet(self) -> None:
-        self.store.set(f"ready/{self.rank}", "")
-        while not self.store.check([f"ready/{r}" for r in range(self.size)]):
+        self.met, self.begun = self.met + 1, False
+        self.store.set(f"met/{self.met}/{self.rank}", "")
+        while not self.store.check([f"met/{self.met}/{r}" for r in range(self.size)]):
             time.sleep(BEAT / 10)
+
+    def begin(self) -> None:
+        """From now on places count: time that was spent elsewhere before does not."""
+        with self.counting:
+            now = time.monotonic()
+            for seen in self.seen.values():
+                seen[3] = now
+            self.begun = True

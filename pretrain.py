@@ -9,6 +9,7 @@ Shapes: B sequences, T tokens per sequence, V vocabulary, E experts.
 """
 import argparse
 import json
+import math
 import sys
 import sysconfig
 import time
@@ -21,13 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import save_target
+from checkpoint import UserError, save_target
 from corpus import progress, save_atomically
+from generate import Parser
 from model import Config, Router, Transformer
 from show import exit_code
 from train import MASK, Optimizer, schedule
 
 END = "<|endoftext|>"
+LENGTHS = (256, 512, 1024)  # tokens of a window, as training goes on
 SAVE_SECONDS = 120  # between resumable states
 PROMPTS = (16, 32, 64, 96)  # tokens of a prompt, by turns
 
@@ -126,6 +129,11 @@ def balance(routers: list, speed: float) -> float:
 
 
 def train_target(args) -> None:
+    for name, low in (("steps", 1), ("tokens", LENGTHS[-1]), ("prompts", 1)):
+        if getattr(args, name) < low:
+            raise UserError(f"--{name} must be at least {low}, got {getattr(args, name)}")
+    if not 0 < args.lr < math.inf:
+        raise UserError(f"--lr must be a positive number, got {args.lr}")
     work, steps = Path(args.work), args.steps
     work.mkdir(parents=True, exist_ok=True)
     tokenizer, text, held_out = prepare_text(work, TARGET["vocab_size"])
@@ -153,8 +161,8 @@ def train_target(args) -> None:
           f"steps {start} to {steps}", file=sys.stderr)
     for step in range(start, steps):
         # most steps on short windows, which are cheap; the last ones long, so that the whole context is usable
-        length = 256 if step < 0.75 * steps else 512 if step < 0.95 * steps else 1024
-        loss = (compiled if length == 256 else loss_of)(windows(text, args.tokens // length, length + 1, 1_000_000 + step))
+        length = LENGTHS[(step >= 0.75 * steps) + (step >= 0.95 * steps)]
+        loss = (compiled if length == LENGTHS[0] else loss_of)(windows(text, args.tokens // length, length + 1, 1_000_000 + step))
         loss.backward()
         optimizer.step(schedule(step, steps, args.lr))
         worst = balance(routers, 1e-3 if step < 0.9 * steps else 0.0)
@@ -197,17 +205,20 @@ def write_prompts(work: Path, text: Tensor, count: int) -> None:
     (work / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parse_arguments() -> argparse.Namespace:
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", default="out", help="work files: text, resumable state, prompts (default out)")
     parser.add_argument("--out", default="checkpoints/tiny/target")
     parser.add_argument("--steps", type=int, default=1300)
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step, 1024 or more")
     parser.add_argument("--prompts", type=int, default=12288, help="lines of prompts.jsonl")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--compile", action="store_true", help="compile the step: slow to start, then faster")
-    args = parser.parse_args()
-    return exit_code(lambda: train_target(args) or 0, "--tokens", "\ninterrupted; the same command goes on from the last saved state")
+    return parser.parse_args()
+
+
+def main() -> int:
+    return exit_code(lambda: train_target(parse_arguments()) or 0, "--tokens", "\ninterrupted; the same command goes on from the last saved state")
 
 
 if __name__ == "__main__":

@@ -76,8 +76,9 @@ def has_kernel(device: torch.device) -> bool:
 @torch.library.custom_op("nanograft::packed_experts", mutates_args=())
 def packed_experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up_packed: Tensor, gate_up_scale: Tensor,
                    down_packed: Tensor, down_scale: Tensor, partial: bool = False) -> Tensor:
-    """The experts' forward over packed weights; with `partial`, an id E is an expert of another rank, and adds nothing. An operator of its own, so that a compiled graph keeps it whole: its loop
-    holds one dense expert at a time, where a compiler might merge the loop's rounds and hold many."""
+    """The experts' forward over packed weights; with `partial`, an id E is an expert of another rank, and adds nothing. An operator of
+    its own, so that a compiled graph keeps it whole: its loop holds one dense expert at a time, where a compiler might merge the loop's
+    rounds and hold many."""
     if x.dtype != torch.float64 and has_kernel(x.device):
         from w4a16 import grouped_rows  # here, because it imports Triton
         way = functools.partial(grouped_rows, partial=partial)

@@ -62,6 +62,16 @@ def agree(value, shared: bool = True):
     return box[0]
 
 
+def least(value: int) -> int:
+    """The least of all ranks' values, on every rank; alone, its argument."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return value
+    box = torch.tensor(value)
+    dist.all_reduce(box, dist.ReduceOp.MIN)
+    return box.item()
+
+
 # What a round sends
 
 def draft_misfits(d, size: int) -> list:

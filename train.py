@@ -19,12 +19,14 @@ Shapes: B sequences, T tokens per sequence, M blocks (anchors) per sequence, b s
 n taps.
 """
 import argparse
+import copy
 import json
 import math
 import os
 import sys
 import time
 import warnings
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Optional
@@ -41,10 +43,11 @@ from corpus import SHARD, Ranks, bar, draw_batch, join_ranks, progress, read_doc
 from draft import DraftConfig, Drafter
 from generate import BUNDLED, DTYPES, Parser, check_device, generate, locate
 from model import Config, Transformer, chain, upcast
-from show import exit_code
+from show import exit_code, told
 
 MASK = "<|mask|>"  # the token that stands for what is to be drafted, where the vocabulary has one of this name
 LOG_EVERY = 10     # steps between lines of the curve
+PATIENCE = 3.0     # seconds other ranks leave rank 0 to say what is wrong
 
 
 # The losses
@@ -174,11 +177,17 @@ def default_taps(layers: int, count: int = 5) -> list:
 def draft_config(args, c: Config, tokenizer) -> tuple:
     """config.json of the drafter to train, in the published layout, and what it says. Sizes follow from the target's config c unless
     given; with --init they are that drafter's, which gets a head where --markov-rank asks for one it lacks."""
-    head = {"markov_rank": args.markov_rank, "markov_head_type": args.markov_type} if args.markov_rank else {}
+    head = {"markov_rank": args.markov_rank, "markov_head_type": args.markov_type or "vanilla"} if args.markov_rank else {}
     if args.init is not None:
-        raw = read_config(resolve(args.init))
-        if parse_config(DraftConfig, raw).markov_rank == 0:
-            (raw["dflash_config"] if "dflash_config" in raw else raw).update(head)
+        folder = resolve(args.init)
+        raw = read_config(folder)
+        has = parse_config(DraftConfig, raw, folder / "config.json")
+        if has.markov_rank == 0:
+            if args.markov_type and not head:
+                raise UserError("the drafter of --init has no Markov head; --markov-rank gives it one, or leave --markov-type out")
+            (raw.get("dflash_config") or raw.get("dspark_config") or raw).update(head)
+        elif args.markov_rank not in (None, has.markov_rank) or args.markov_type not in (None, has.markov_type):
+            raise UserError(f"the drafter of --init has a {has.markov_type} Markov head of rank {has.markov_rank}; leave --markov-rank and --markov-type out")
     else:
         wide = args.head_dim or (128 if c.hidden_size >= 1024 else 32)
         heads = args.heads or max(c.hidden_size // wide, 1)
@@ -215,11 +224,18 @@ def make_draft(args, config: DraftConfig, target: Transformer, device: str) -> D
     return draft
 
 
+def own_ends(draft: Drafter, target: Transformer) -> list:
+    """Which of embed_tokens and lm_head are the drafter's own, and not the target's."""
+    return [name for name in ("embed_tokens", "lm_head") if getattr(draft, name) is not getattr(target, name)]
+
+
 def engine_acceptance(draft: Drafter, raw: dict, target: Transformer, held: list, tokens: int) -> dict:
     """Temperature -> tokens per round of the chain and of a tree of 32 on held-out prompts: what generate.py would reach now."""
     twin = Drafter(parse_config(DraftConfig, raw)).to(target.norm.weight)
     twin.load_state_dict(draft.own_params(), strict=False)
-    twin.embed_tokens, twin.lm_head = draft.embed_tokens, draft.lm_head
+    twin.share(target)
+    for name in own_ends(draft, target):  # trained beside fp32, they are fp32 here
+        setattr(twin, name, copy.deepcopy(getattr(draft, name)).to(target.norm.weight))
     twin.requires_grad_(False).reset_frequencies()
     figures = {}
     for temperature in sorted({d.temperature for d in held}):
@@ -257,6 +273,8 @@ def train_draft(args, ranks: Ranks, device: str) -> None:
     if path.exists() and not args.resume:
         raise UserError(f"{path} is of an earlier run; add --resume to go on from it, or pass another --work")
     config = parse_config(Config, read_config(folder), folder / "config.json")
+    if args.seq_len > config.max_positions:
+        raise UserError(f"--seq-len is {args.seq_len} and the target's context holds {config.max_positions}; lower it")
     stops = stop_ids(folder, config, tokenizer)
     items = read_prompts(Path(args.data), tokenizer, folder, config.vocab_size, stops)
     raw, shape = draft_config(args, config, tokenizer)
@@ -274,9 +292,13 @@ def train_draft(args, ranks: Ranks, device: str) -> None:
         draft.load_state_dict(state["model"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
         start, smooth = state["step"], state["loss"]
+    if not ranks.all_have((start, len(documents), zlib.crc32(json.dumps(documents).encode()))):
+        raise UserError(f"the processes do not see the same texts and state in --work {work}; put it on a disk that all hosts share")
     model = DraftLoss(draft, target.lm_head, args.loss, args.gamma)
     if ranks.world > 1:
-        model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a flag will be called one day
+            model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     model = torch.compile(model, dynamic=False) if args.compile else model
     narrow = target.norm.weight.dtype in (torch.bfloat16, torch.float16)
     curve = Curve(work / "curve.jsonl", start) if ranks.rank == 0 else None
@@ -306,8 +328,7 @@ def train_draft(args, ranks: Ranks, device: str) -> None:
             save_atomically({"model": draft.own_params(), "optimizer": optimizer.state_dict(), "step": step + 1, "loss": smooth, "settings": settings}, path)
             saved = time.time()
     if ranks.rank == 0:
-        own = () if draft.lm_head is target.lm_head else ("embed_tokens.weight", "lm_head.weight")
-        save_draft(draft, raw, Path(args.out), own=own)
+        save_draft(draft, raw, Path(args.out), own=tuple(f"{name}.weight" for name in own_ends(draft, target)))
         progress(f"written to {args.out}: python generate.py --model {args.target} --draft {args.out} --prompt …", end=True)
     ranks.wait()
 
@@ -327,6 +348,8 @@ def check_arguments(args, ranks: Ranks) -> None:
     for name, value in (("layers", 4), ("block", 8), ("slots", "masked")):
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if args.init is None:
+        args.markov_rank, args.markov_type = 128 if args.markov_rank is None else args.markov_rank, args.markov_type or "vanilla"
     for name in ("layers", "anchors", "batch", "steps", "eval_every", "eval_tokens", "write_batch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -334,7 +357,10 @@ def check_arguments(args, ranks: Ranks) -> None:
         raise UserError(f"--batch {args.batch} cannot be divided over {ranks.world} processes")
     if not args.anchors < args.seq_len:
         raise UserError(f"--anchors must be less than --seq-len {args.seq_len}, got {args.anchors}")
-    if min(args.markov_rank, args.held_out) < 0 or not (0 < args.lr < math.inf and 0 < args.gamma < math.inf) or any(t != 0 and not 1e-4 <= t < math.inf for t in args.temperature):
+    if not -2 ** 63 <= args.seed < 2 ** 63:
+        raise UserError(f"--seed must fit 64 bits, got {args.seed}")
+    numbers = 0 < args.lr < math.inf and 0 < args.gamma < math.inf and all(t == 0 or 1e-4 <= t < math.inf for t in args.temperature)
+    if min(args.markov_rank or 0, args.held_out) < 0 or not numbers:
         raise UserError("--markov-rank and --held-out must not be negative, --temperature 0 or at least 0.0001, and --lr and --gamma must be positive numbers")
 
 
@@ -357,8 +383,8 @@ def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     add("--kv-heads", type=int, help="key and value heads (default: a third of the query heads, or fewer)")
     add("--head-dim", type=int, help="default 128; 32 for a hidden size below 1024")
     add("--ffn", type=int, help="width of its FFNs (default: 8/3 of the hidden size)")
-    add("--markov-rank", type=int, default=128, help="rank of the Markov head; 0 for none (default 128)")
-    add("--markov-type", choices=("vanilla", "gated"), default="vanilla")
+    add("--markov-rank", type=int, help="rank of the Markov head; 0 for none (default 128; with --init, what that drafter has)")
+    add("--markov-type", choices=("vanilla", "gated"), help="default vanilla; with --init, what that drafter has")
     add("--loss", choices=("ce", "soft", "dpace"), default="soft", help="see DraftLoss (default soft)")
     add("--gamma", type=float, default=4.0, help="of ce and soft: how slowly later depths lose weight (default 4)")
     add("--anchors", type=int, default=48, help="blocks per text and step (default 48)")
@@ -388,7 +414,13 @@ def main(argv: Optional[list] = None) -> int:
         ranks, device = join_ranks(args.device)
         train_draft(args, ranks, check_device(device))
         return 0
-    code = exit_code(run, "--batch, --anchors or --seq-len", "\ninterrupted; the same command with --resume goes on from the last saved state")
+    def end(line: str, code: int, error: Optional[BaseException] = None) -> int:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank and error is None:  # what fails on all ranks, rank 0 has said before, and torchrun has ended the others
+            time.sleep(PATIENCE)
+            line = line.replace("error: ", f"error: rank {rank}: ", 1) if code == 2 else ""
+        return told(line, code, error)
+    code = exit_code(run, "--batch, --anchors or --seq-len", "\ninterrupted; the same command with --resume goes on from the last saved state", end)
     if ranks.world > 1:
         if code == 0:
             dist.barrier()

@@ -17,8 +17,14 @@ SAID = {"0": "greedy", "0.7": "temperature 0.7"}
 
 def read_curve(path: Path) -> dict:
     """(temperature, "chain" or "tree") -> [(step, tokens per round)]."""
-    lines = {}
-    for d in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+    lines, texts = {}, path.read_text(encoding="utf-8").splitlines()
+    for i, text in enumerate(texts):
+        try:
+            d = json.loads(text)
+        except ValueError:
+            if i + 1 == len(texts):  # still being written, or cut short
+                break
+            raise ValueError(f"line {i + 1} is no JSON object") from None
         for temperature, figures in d.get("held_out", {}).items():
             for mode, value in figures.items():
                 lines.setdefault((temperature, mode), []).append((d["step"], value))
@@ -28,7 +34,7 @@ def read_curve(path: Path) -> dict:
 
 def svg(lines: dict, title: str) -> str:
     steps, values = ([p[i] for points in lines.values() for p in points] for i in (0, 1))
-    low, high, most = min(steps), max(steps), math.ceil(max(values) * 2) / 2
+    low, high, most = min(steps), max(steps), max(math.ceil(max(values) * 2) / 2, 1.5)
     def x(step):
         return LEFT + (step - low) / max(high - low, 1) * (WIDTH - LEFT - RIGHT)
     def y(value):
@@ -58,4 +64,14 @@ def svg(lines: dict, title: str) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: python bench/curve.py CURVE.jsonl OUT.svg")
-    Path(sys.argv[2]).write_text(svg(read_curve(Path(sys.argv[1])), "Tokens per round on held-out prompts"), encoding="utf-8")
+    try:
+        curve = read_curve(Path(sys.argv[1]))
+        if not curve:
+            raise ValueError("it has no held_out figures yet; train.py adds some every --eval-every steps")
+        Path(sys.argv[2]).write_text(svg(curve, "Tokens per round on held-out prompts"), encoding="utf-8")
+    except OSError as e:
+        print(f"error: {e.filename}: {e.strerror}", file=sys.stderr)
+        sys.exit(2)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        print(f"error: {sys.argv[1]} cannot be drawn: {e}", file=sys.stderr)
+        sys.exit(2)

@@ -224,10 +224,10 @@ def test_two_ranks_on_cuda(cases):
 
 def test_compiled_is_eager_and_one_graph(cases):
     for mode in ("ar", "dflash", "ddtree"):
-        mine = [s[f"compiled {mode}"] for s in cases.seen(2)]
+        mine, alone = [s[f"compiled {mode}"] for s in cases.seen(2)], cases.graphs(mode)  # as many as on one rank
         for s in mine:
             assert s["tokens"] == [t[:7] for t in cases.plain["short", "greedy"]] and s["breaks"] == 0
-            assert s["graphs"] == cases.graphs(mode)  # as many as on one rank
+            assert s["graphs"] == alone > 0
 
 
 # Loading
@@ -342,6 +342,7 @@ def test_rank_0_alone_speaks(tmp_path):
 @pytest.mark.parametrize("env, arguments, says", [
     ({}, ("--tp", "2"), "--tp 2 needs 2 processes: start it as torchrun --standalone --nproc-per-node 2 generate.py --tp 2"),
     ({"RANK": "0", "WORLD_SIZE": "4"}, ("--tp", "2"), "torchrun started 4 ranks, and --tp is 2"),
+    ({}, ("--tp", "0"), "--tp must be at least 1, got 0"),
     ({"RANK": "0", "WORLD_SIZE": "4"}, (), "torchrun started 4 ranks, and --tp is 1"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, ("--tp", "2", "--timeout", "0"), "--timeout must be between 1 and 1000000 seconds, got 0"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, ("--tp", "2", "--device", "cuda:1"), "--device is cuda:1; use cuda"),

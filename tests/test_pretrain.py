@@ -51,6 +51,14 @@ def test_an_interrupted_run_goes_on_exactly_and_writes_prompts(small, monkeypatc
     assert (tmp_path / "whole" / "prompts.jsonl").read_text() == (tmp_path / "broken" / "prompts.jsonl").read_text()
 
 
+@pytest.mark.parametrize("flag, value, says", (("--tokens", 1023, "--tokens must be at least 1024, got 1023"), ("--steps", 0, "--steps must be at least 1"),
+                                               ("--lr", "nan", "--lr must be a positive number"), ("--nope", 1, "--help lists the flags")))
+def test_what_cannot_train_is_refused(small, capsys, flag, value, says):
+    assert small("x", flag, value) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
 def test_balance_moves_bias_to_idle_experts():
     model = pretrain.Transformer(pretrain.Config.from_dict({**pretrain.TARGET, **SMALL}))
     router, *_ = routers = pretrain.count_loads(model)

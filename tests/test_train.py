@@ -1,4 +1,5 @@
 """Training a drafter for any target: the text it learns from, its losses, and that a run is the same however it is cut or divided."""
+import copy
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import corpus
 import generate
 import tiny
 import train
-from checkpoint import load_draft, load_target, save_target
+from checkpoint import UserError, load_draft, load_target, save_draft, save_target
 from helpers import to_fp8, write
 
 ROOT = Path(__file__).parent.parent
@@ -327,7 +328,11 @@ def test_two_ranks_train_what_one_process_trains(whole, target, data, tmp_path):
     for a in sorted((whole / "work" / "responses").glob("*")):
         assert (tmp_path / "work" / "responses" / a.name).read_text() == a.read_text()
     assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-5)
-    same_weights(whole, tmp_path, 0.01)
+    same_weights(whole, tmp_path, 2e-3)  # two steps of the largest weights in bf16
+    first = tmp_path / "first"
+    assert train.main(command(target, data, first, "--held-out", 4, "--lr", 1e-30)) == 0
+    trained, start = weights_of(whole), weights_of(first)
+    assert max((trained[k].float() - start[k].float()).abs().max() for k in trained) > 5e-3  # which training has moved by more
 
 
 def test_a_drafter_is_given_a_head(target, data, tmp_path, whole):
@@ -348,6 +353,71 @@ def test_a_drafter_is_given_a_head(target, data, tmp_path, whole):
     assert train.main(command(target, data, tmp_path / "no", *flags, "--init", bare / "draft")) == 2
 
 
+def go_on(command: list) -> list:
+    """The command without what --init brings."""
+    gone = {i + j for i, f in enumerate(command) for j in (0, 1) if f in ("--layers", "--block", "--markov-rank")}
+    return [f for i, f in enumerate(command) if i not in gone]
+
+
+@pytest.mark.parametrize("own", (("embed_tokens",), ("lm_head",), ("embed_tokens", "lm_head")))
+def test_a_drafter_with_ends_of_its_own(own, target, data, tmp_path, whole):
+    """--init of one with an embedding or head of its own, for a target in bf16: the engine decodes with it, and it keeps them, and its head."""
+    model = load_target(target)
+    draft = load_draft(whole / "draft", model)
+    for name in own:
+        setattr(draft, name, copy.deepcopy(getattr(model, name)))
+    raw = json.loads((whole / "draft" / "config.json").read_text())
+    save_draft(draft, raw, tmp_path / "init", own=tuple(f"{n}.weight" for n in own))
+    flags = ("--init", tmp_path / "init", "--dtype", "bfloat16", "--steps", 1)
+    assert train.main([*go_on(command(target, data, tmp_path)), *map(str, flags)]) == 0
+    names = set(weights_of(tmp_path))
+    assert {n for n in names if n.startswith(("embed_tokens", "lm_head"))} == {f"{n}.weight" for n in own}
+    assert any(n.startswith("markov_head.") for n in names)
+    assert "held_out" in (tmp_path / "work" / "curve.jsonl").read_text()
+
+
+def test_init_and_a_head(target, data, tmp_path, whole, capsys):
+    """Without --markov-rank a drafter keeps what it has; what contradicts it is refused."""
+    def config_of(**flags):
+        args = train.parse_arguments(["draft", "--target", str(target), "--data", str(data), *(str(x) for k, v in flags.items() for x in (f"--{k}", v))])
+        train.check_arguments(args, corpus.Ranks())
+        return train.draft_config(args, load_target(target).config, None)[1]
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    raw = json.loads((whole / "draft" / "config.json").read_text())
+    for key in ("markov_rank", "markov_head_type"):
+        del raw["dflash_config"][key]
+    raw |= raw.pop("dflash_config") | {"dflash_config": None}
+    (bare / "config.json").write_text(json.dumps(raw))
+    assert config_of(init=whole / "draft").markov_rank == 4 and config_of(init=bare).markov_rank == 0
+    assert config_of(init=bare, **{"markov-rank": 7}).markov_rank == 7 and config_of(**{"mask-id": 1}).markov_rank == 128
+    for init, flags in ((whole / "draft", {"markov-rank": 5}), (whole / "draft", {"markov-rank": 0}), (whole / "draft", {"markov-type": "gated"}),
+                        (bare, {"markov-type": "gated"})):
+        with pytest.raises(UserError, match="the drafter of --init has"):
+            config_of(init=init, **flags)
+
+
+def test_settings_that_cannot_be_read(target, data, tmp_path, capsys):
+    (tmp_path / "work" / "responses").mkdir(parents=True)
+    (tmp_path / "work" / "responses" / "settings.json").write_text('{"tar')
+    assert train.main(command(target, data, tmp_path)) == 2
+    err = capsys.readouterr().err
+    assert "settings.json cannot be read" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("env, device, says", (
+    ({}, "cuda", "LOCAL_RANK is not set; start the processes with torchrun"), ({"LOCAL_RANK": "0"}, "cuda:1", "--device is cuda:1; use cuda"),
+    ({"LOCAL_RANK": "0"}, "cuda", r"each of the 99 processes on a host takes a CUDA device of its own, and there are \d+"),
+    ({"LOCAL_RANK": "0"}, "cpu", "99 processes could not join")))
+def test_launches_that_cannot_work(env, device, says, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"WORLD_SIZE": "99", **env}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=says):
+        corpus.join_ranks(device)
+
+
 def test_a_quantized_target(data, target, tmp_path):
     """fp8 files are targets like any other."""
     config = json.loads((target / "config.json").read_text())
@@ -363,6 +433,7 @@ def test_a_quantized_target(data, target, tmp_path):
     (("--anchors", 48), "--anchors must be less than --seq-len"), (("--layers", 0), "--layers must be at least 1"),
     (("--lr", -1), "--lr and --gamma must be positive numbers"), (("--loss", "l2"), "invalid choice"), (("--taps", 3), "taps the last layer"),
     (("--taps", 1, 1), "distinct"), (("--mask-id", 999), "its mask id is 999, the embedding has 258 rows"), (("--block", 1), "block_size must be at least 2"),
+    (("--seed", 2 ** 64), "--seed must fit 64 bits"), (("--seq-len", 10 ** 6), "the target's context holds"), (("--temperature", 1e-5), "at least 0.0001"),
     (("--held-out", 99), "of the 99 to hold out"), (("--device", "nope"), "device 'nope' cannot be used")))
 def test_bad_arguments(flags, says, target, data, tmp_path, capsys):
     assert train.main(command(target, data, tmp_path, *flags)) == 2
@@ -384,3 +455,16 @@ def test_a_curve_is_drawn(whole, tmp_path):
     measured = {t for d in map(json.loads, (whole / "work" / "curve.jsonl").read_text().splitlines()) for t in d.get("held_out", {})}
     lines = [e.get("points") for e in drawn if e.tag.endswith("polyline")]
     assert len(lines) == 2 * len(measured & {"0", "0.7"} or measured) and all("nan" not in p for p in lines)
+
+
+@pytest.mark.parametrize("text, code, says", (
+    ("", 2, "no held_out figures yet"), ('{"step": 1, "loss": 2.0}\n', 2, "no held_out figures yet"), (None, 2, "No such file"), ("x\n{}\n", 2, "line 1"),
+    ('{"step": 1, "held_out": {"0": {"chain": 1.0, "tree": 1.0}}}\n', 0, ""),
+    ('{"step": 1, "held_out": {"0": {"chain": 1.5, "tree": 2.0}}}\n{"step": 2, "hel', 0, "")))
+def test_curves_that_have_just_begun(text, code, says, tmp_path):
+    if text is not None:
+        (tmp_path / "c.jsonl").write_text(text)
+    p = subprocess.run([sys.executable, "bench/curve.py", str(tmp_path / "c.jsonl"), str(tmp_path / "c.svg")], cwd=ROOT, capture_output=True, text=True)
+    assert p.returncode == code and says in p.stderr and p.stderr.count("\n") == (code > 0)
+    if not code:
+        ElementTree.parse(tmp_path / "c.svg")
