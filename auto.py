@@ -285,7 +285,8 @@ def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
     source = hashlib.sha256(b"".join((here / f).read_bytes() for f in ("model.py", "draft.py", "ddtree.py", "verify.py")))
     device = target.norm.weight.device
     parts = [list(p.shape) for p in target.layers[-1].parameters()]  # tell how ranks share the model
-    return {"target": repr(target.config), "parts": parts, "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(), "fingerprint": fingerprint(decoder),
+    return {"target": repr(target.config), "parts": parts, "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(),
+            "fingerprint": fingerprint(decoder),
             "dtype": str(target.norm.weight.dtype), "device": device_name(device), "threads": torch.get_num_threads() if device.type == "cpu" else 0,
             "torch": torch.__version__, "python": platform.python_version(), "source": source.hexdigest()[:16],
             "compiled": decoder.compiled is not None, "batch": len(decoder.root), "span": span, "rounds": [list(map(str, t)) for t in turns]}
