@@ -59,13 +59,13 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.barrier()
 
-    def all_have(self, value) -> bool:
-        """Whether every rank has the same."""
+    def all_have(self, numbers: tuple) -> bool:
+        """Whether every rank has the same integers."""
         if self.world == 1:
             return True
-        values = [None] * self.world
-        dist.all_gather_object(values, value)
-        return all(v == value for v in values)
+        most = torch.tensor([*numbers, *(-n for n in numbers)], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(most, dist.ReduceOp.MAX)  # the largest of each, and the least with its sign turned
+        return most.tolist() == [*numbers, *(-n for n in numbers)]
 
 
 def join_ranks(device: str) -> tuple:

@@ -2,6 +2,7 @@
 
 Shapes: B sequences, N nodes, V vocabulary, v = V/n token ids of a rank (rounded up), n ranks.
 """
+import pickle
 from typing import NamedTuple, Optional
 
 import torch
@@ -57,9 +58,14 @@ def agree(value, shared: bool = True):
     dist = torch.distributed
     if not shared or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]
+    # torch's own broadcast of objects wants numpy, which nothing else here does
+    mine = dist.get_rank() == 0
+    text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else None
+    size = torch.tensor(len(text) if mine else 0)
+    dist.broadcast(size, 0)
+    text = text if mine else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(text, 0)
+    return value if mine else pickle.loads(bytes(text.tolist()))
 
 
 def least(value: int) -> int:
