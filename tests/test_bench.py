@@ -134,7 +134,7 @@ def test_prompts_that_are_not_text_and_packages_that_are_not_there(tmp_path, cap
 def test_what_counts_as_wrong_and_where_it_is_printed(capsys, monkeypatch, tmp_path):
     """Compiled rounds that differ fail, too; the JSON line comes even where the file can no longer be written."""
     out = tmp_path / "o.json"
-    def found(args):
+    def found(args, *launch):
         out.mkdir()  # in the meantime
         return {"modes": [{"differs": 0}], "questions": {"compiled": [{"differs": 0}, {"differs": 1}]}}
     monkeypatch.setattr(bench, "bench_text", found)
@@ -142,7 +142,7 @@ def test_what_counts_as_wrong_and_where_it_is_printed(capsys, monkeypatch, tmp_p
     captured = capsys.readouterr()
     assert json.loads(captured.out.splitlines()[-1])["questions"]["compiled"][1]["differs"] == 1
     assert "1 texts differ" in captured.err and "is on stdout" in captured.err
-    monkeypatch.setattr(bench, "bench_text", lambda args: {"modes": [{"differs": 0}], "questions": {"compiled": [{"differs": 1}]}})
+    monkeypatch.setattr(bench, "bench_text", lambda *args: {"modes": [{"differs": 0}], "questions": {"compiled": [{"differs": 1}]}})
     assert bench.main(["--questions"]) == 1
 
 

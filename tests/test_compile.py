@@ -199,6 +199,7 @@ def test_inductor_writes_the_same_text():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.mode)
 def test_contract_on_a_gpu(plan):
     """No CUDA graph is skipped, and a replayed round waits for nothing."""
