@@ -45,9 +45,10 @@ from unittest.mock import patch
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 
+from auto import now
 from chat import encode
 from checkpoint import UserError, load_draft
-from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, now, progress, rounded, short, spread, table, timings, watching, weight_bytes
+from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, progress, rounded, short, spread, table, timings, watching, weight_bytes
 from ddtree import CANDIDATES, build_tree
 from generate import BUNDLED, DTYPES, Parser, check_device, generate, load, locate
 from launch import Launch

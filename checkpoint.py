@@ -286,7 +286,7 @@ def placed(model: nn.Module, stored) -> Iterator[Slot]:
     for path, m in model.named_modules():
         at = f"{path}." if path else ""
         if isinstance(m, Attention):  # kv_b_proj is (H, nope + v, C), per head the key's rows first
-            ((first, _, _), (H, nope, C)), rows = share(m, "w_uk"), m.w_uk.shape[1] + m.w_uv.shape[1]
+            ((first, _, _), (H, _, C)), rows = share(m, "w_uk"), m.w_uk.shape[1] + m.w_uv.shape[1]
             yield Slot(f"{at}kv_b_proj.weight", (m.w_uk, m.w_uv), 1, at=(first * rows, 0), whole=(H * rows, C))
         elif isinstance(m, Experts):
             (first, _, i), (E, h, I) = share(m, "down")

@@ -13,7 +13,7 @@ import time
 import zlib
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Union
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from chat import encode, encode_chat
 from checkpoint import UserError
+from launch import own_device
 from model import Transformer
 from serve import Request, open_batch, serve
 
@@ -38,9 +39,11 @@ def bar(done: int, total: int, width: int = 24) -> str:
     return "█" * full + "░" * (width - full) + f" {done}/{total}"
 
 
-def save_atomically(state: dict, path: Path) -> None:
-    torch.save(state, f"{path}.part")
-    os.replace(f"{path}.part", path)
+def save_atomically(state: Union[dict, str], path: Path) -> None:
+    """A state or a text: the whole of it, or what was there before."""
+    part = Path(f"{path}.part")
+    part.write_text(state) if isinstance(state, str) else torch.save(state, part)
+    os.replace(part, path)
 
 
 # Ranks
@@ -73,16 +76,11 @@ def join_ranks(device: str) -> tuple:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return Ranks(), device
-    kind, _, index = device.partition(":")
+    kind = device.partition(":")[0]
     if kind == "cuda":
-        there, here = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("LOCAL_WORLD_SIZE", world))
         if "LOCAL_RANK" not in os.environ:
             raise UserError(f"WORLD_SIZE is {world} and LOCAL_RANK is not set; start the processes with torchrun")
-        if index or there < here:
-            raise UserError(f"each of the {here} processes on a host takes a CUDA device of its own, and "
-                            + (f"--device is {device}; use cuda" if index else f"there are {there}; start fewer processes, or use --device cpu"))
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
+        device = own_device(device, int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", world)), "processes")
     try:  # ranks wait for each other's honest work: responses written, prompts decoded
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(days=1))
     except Exception as e:
@@ -147,8 +145,7 @@ def write_responses(args, target: Transformer, items: list, stops: tuple, ranks:
         raise UserError(f"{folder} was written for another target, --data, --temperature or --seq-len; pass another --work, or remove it")
     ranks.wait()  # all have looked before the first writes
     if ranks.rank == 0 and not there:
-        Path(f"{known}.part").write_text(json.dumps(same))
-        os.replace(f"{known}.part", known)
+        save_atomically(json.dumps(same), known)
     todo = [i for i, (prompt, response) in enumerate(items) if response is None and len(prompt) < most]
     shards, began, made = [todo[at:at + SHARD] for at in range(0, len(todo), SHARD)], time.time(), 0
     for n, shard in enumerate(shards):
@@ -163,8 +160,7 @@ def write_responses(args, target: Transformer, items: list, stops: tuple, ranks:
         for e in serve(decoder, requests, plan, until=until):
             texts[e.number] += e.tokens
         lines = [json.dumps({"number": i, "temperature": r.temperature, "response": t}) for i, r, t in zip(shard, requests, texts)]
-        Path(f"{path}.part").write_text("\n".join(lines) + "\n")
-        os.replace(f"{path}.part", path)
+        save_atomically("\n".join(lines) + "\n", path)
         made += sum(map(len, texts))
         progress(f"responses {bar(n + 1, len(shards))} shards  {made / (time.time() - began):.0f} tokens/s", end=n + ranks.world >= len(shards))
     ranks.wait()

@@ -6,7 +6,6 @@ import os
 import platform
 import statistics
 import sys
-import time
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from auto import device_name, now
 from checkpoint import UserError, keep_packed, on_meta, parse_config, read_json
 from ddtree import CANDIDATES, candidate_tables, grow, ranked_tokens
 from draft import MarkovHead
 from generate import DTYPES
 from model import Config, MoE, Router, Transformer, attention_bias, chain
-from plan import workspace
+from plan import memory_of, workspace
 
 CONFIGS = Path(__file__).parent / "tests" / "configs"
 MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
@@ -66,18 +66,9 @@ def progress(text: str = "") -> None:
 
 
 def machine(args) -> dict:
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), cpu)
-    return {"device": torch.cuda.get_device_name(args.device) if args.device.startswith("cuda") else cpu, "cores": os.cpu_count(),
+    return {"device": device_name(torch.device(args.device)), "cores": os.cpu_count(),
             "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(), "dtype": args.dtype,
             "malloc": "tuned" if all(name in os.environ for name in MALLOC) else "default"}
-
-
-def now(device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def timings(calls: dict, device, repeats: int, warm: int = 3) -> dict:
@@ -173,7 +164,7 @@ def random_target(config: Config, args) -> Transformer:
             keep_packed(m, config)
     B, S, N, item = max(args.concurrency), max(args.contexts), max(args.nodes), DTYPES[args.dtype].itemsize
     need = target.weight_bytes() + B * S * target.latent_bytes_per_token() + workspace(config, B * N, N, S, 1, item, B * N)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = memory_of(args.device)
     if need > free:
         raise UserError(f"{config.num_layers} layers at batch {B}, context {S} and {N} nodes need {need / 1e9:.1f} GB, {args.device} has {free / 1e9:.1f} GB; "
                         "lower --layers, --concurrency, --contexts or --nodes")

@@ -44,6 +44,10 @@ class DraftConfig:
     markov_rank: int = 0             # of the Markov head; 0: none
     markov_type: str = "vanilla"     # or "gated"
 
+    def drafted(self, block: int) -> int:
+        """How many positions a block of so many slots drafts."""
+        return block - (self.slots == "masked")
+
     @classmethod
     def from_dict(cls, d: dict) -> "DraftConfig":
         """config.json as a dict -> DraftConfig. ValueError names what is missing, guessed nowhere."""
@@ -224,7 +228,7 @@ class Drafter(nn.Module):
     @property
     def depths(self) -> int:
         """D: how many positions one block drafts."""
-        return self.block - 1 if self.config.slots == "masked" else self.block
+        return self.config.drafted(self.block)
 
     def setup_cache(self, batch: int, slots: int) -> None:
         """K/V for `batch` sequences of `slots` tokens, and one slot more that takes what is not committed."""

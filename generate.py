@@ -26,7 +26,7 @@ from checkpoint import WANTED, UserError, open_draft, open_target, parse_config,
 from draft import Drafter
 from launch import Launch
 from model import Config, Transformer
-from plan import check_fits, memory_plan, table
+from plan import check_fits, memory_of, memory_plan, table
 from prompts import PromptFile, open_file, serve_file
 from ranks import agree, least
 from serve import (BATCH, BUDGET, CHUNK, MODES, SPINE, Event, Request, Result, check_pair_for, check_prompts, check_settings, need, open_batch, prefill,
@@ -184,15 +184,14 @@ def print_plan(args: argparse.Namespace) -> None:
                             args.experts), args.tp))
 
 
-def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
-    """Prints the memory plan as one line before any weight is read. UserError where it cannot fit."""
-    folder, draft_folder = locate(args.model, args.draft)
-    if args.device.startswith("cuda"):
-        there = torch.cuda.mem_get_info(args.device)[0]
-    else:  # the ranks of a host share its memory
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (int(os.environ.get("LOCAL_WORLD_SIZE", args.tp)) if args.tp > 1 else 1)
+def check_memory(args: argparse.Namespace, config: dict, draft: Optional[dict], context: int, batch: int) -> None:
+    """Prints the memory plan as one line before any weight is read. config, draft: what their config.json says. UserError where it
+    cannot fit."""
+    there = memory_of(args.device)
+    if args.tp > 1 and not args.device.startswith("cuda"):  # the ranks of a host share its memory
+        there //= int(os.environ.get("LOCAL_WORLD_SIZE", args.tp))
     there = least(there)  # all ranks decide alike, whatever each has
-    config, draft, more = read_config(folder), draft_folder and read_config(draft_folder), dict(chunk=CHUNK, dtype=DTYPES[args.dtype], experts=args.experts)
+    more = dict(chunk=CHUNK, dtype=DTYPES[args.dtype], experts=args.experts)
     budget = args.budget or BUDGET
     more["ring"] = RING if args.mode == "auto" else 0
     if args.mode == "auto" and draft is not None:  # the widest tree that fits is the most auto may pick
@@ -206,12 +205,12 @@ def check_memory(args: argparse.Namespace, context: int, batch: int) -> None:
           f"{plan['workspace'] / 1e9:.3f} GB of workspace; {there / 1e9:.1f} GB there" + f", for each of {args.tp} ranks" * (args.tp > 1), file=sys.stderr)
 
 
-def check_last(args: argparse.Namespace, draft: Optional[Drafter], requests: list, slots: int, config: Config) -> None:
-    """What only the drafter's config decides, then memory: nothing is read before."""
+def check_last(args: argparse.Namespace, draft: Optional[Drafter], folders: tuple, requests: list, slots: int, config: Config) -> None:
+    """What only the drafter's config decides, then memory: nothing is read before. folders: the target's, and the drafter's or None."""
     check_pair_for("ar" if args.mode == "auto" and draft is None else args.mode, args.budget, args.spine, draft)
     room = config.max_positions - len(requests[0].tokens) - 1
     need(args.tree is None or args.tree <= room, f"the context ends before round {args.tree}; ask for one up to {room}")
-    check_memory(args, slots_for(requests, config.max_positions, args.compile), slots)
+    check_memory(args, *(f and read_config(f) for f in folders), slots_for(requests, config.max_positions, args.compile), slots)
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -284,8 +283,9 @@ def draw_round(target, draft, tokenizer, prompt: list, number: int, args) -> str
             keep["tree"], keep["probabilities"] = tree, node_probabilities(tree, every, conditional)
             return tree, score
     decoder = Watching(target, draft, 1, min(len(prompt) + (number + 1) * (draft.depths + 1), target.config.max_positions))
-    decoder.enter([0], [(decoder.slots, args.seed, args.temperature, args.top_k, args.top_p)])
-    plan = Plan(args.mode, args.budget or BUDGET, args.spine, args.temperature > 0, args.top_k > 0 or args.top_p < 1)
+    r = Request(prompt, decoder.slots, args.temperature, args.top_p, args.top_k, args.seed)
+    decoder.enter([0], [(decoder.slots, r.seed, r.temperature, r.top_k, r.top_p)])
+    plan = Plan(args.mode, args.budget or BUDGET, args.spine, r.sampled, r.filtered)
     decoder.prepare(plan)
     prefill(decoder, [prompt], plan)
     for _ in range(number):
@@ -338,7 +338,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     prompts, slots = [r.tokens for r in requests], min((args.batch or BATCH) if file else len(requests), len(requests))
     check_prompts(prompts, config.max_positions, config.vocab_size)
     target, draft = load_models(folder, draft_folder, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
-                                args.experts if args.tp > 1 else None, checked=lambda draft: check_last(args, draft, requests, slots, config))
+                                args.experts if args.tp > 1 else None, checked=lambda draft: check_last(args, draft, (folder, draft_folder), requests, slots, config))
     launch.ready()
     if missed:
         print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)

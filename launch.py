@@ -24,6 +24,16 @@ BEAT = 0.5      # seconds between two signs of life
 PATIENCE = 3.0  # seconds for others to say why they failed, before their failure is called a death
 
 
+def own_device(device: str, local_rank: int, local_size: int, what: str) -> str:
+    """The CUDA device of one of local_size ranks of a host, made the current one. what: they are called. UserError where there are too few."""
+    there, index = torch.cuda.device_count() if torch.cuda.is_available() else 0, device.partition(":")[2]
+    if index or there < local_size:
+        raise UserError(f"each of the {local_size} {what} on a host takes a CUDA device of its own, and "
+                        + (f"--device is {device}; use cuda" if index else f"there are {there}; start fewer {what}, or use --device cpu"))
+    torch.cuda.set_device(local_rank)
+    return f"cuda:{local_rank}"
+
+
 class Launch:
     """This process's place in a launch; a process that torchrun did not start is alone, and nothing here changes it."""
 
@@ -50,14 +60,9 @@ class Launch:
             raise UserError(f"torchrun started {self.size} ranks, and --tp is {tp}; make them equal")
         if not 1 <= timeout <= 10 ** 6:
             raise UserError(f"--timeout must be between 1 and 1000000 seconds, got {timeout:g}")
-        kind, _, index = device.partition(":")
+        kind = device.partition(":")[0]
         if kind == "cuda":
-            there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            if index or there < self.local_size:
-                raise UserError(f"each of the {self.local_size} ranks on a host takes a CUDA device of its own, and "
-                                + (f"--device is {device}; use cuda" if index else f"there are {there}; start fewer ranks, or use --device cpu"))
-            device = f"cuda:{self.local_rank}"
-            torch.cuda.set_device(self.local_rank)
+            device = own_device(device, self.local_rank, self.local_size, "ranks")
         elif kind != "cpu":
             raise UserError(f"several ranks run on cpu or cuda, not on {device!r}")
         try:

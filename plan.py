@@ -3,6 +3,7 @@
 Shapes: B sequences, N nodes or prompt tokens per sequence, S context slots, H heads, V vocabulary, L layers.
 """
 import math
+import os
 from typing import Optional
 
 import torch
@@ -121,6 +122,13 @@ def table(plan: dict, tp: int = 1) -> str:
     lines = [f"{what:<{wide}}  {size / 1e9:9.3f} GB" for what, size in plan.items()]
     rule = "-" * len(lines[0])
     return "\n".join([f"on each of {tp} devices" if tp > 1 else "on one device", rule, *lines[:-1], rule, lines[-1]])
+
+
+def memory_of(device: str) -> int:
+    """Bytes free on a CUDA device; all of the host's for any other."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_fits(available: int, config: dict, draft: Optional[dict] = None, context: int = 4096, batch: int = 1, tp: int = 1, **more) -> dict:

@@ -203,11 +203,7 @@ def answers(tasks: list, decoder: Decoder, plan: Plan, tokenizer, stop_ids: tupl
             yield task.request
 
     def until(number: int, tokens: list) -> Optional[int]:
-        for i, token in enumerate(tokens if number in streams else ()):
-            streams[number].push(token)
-            if streams[number].stopped:
-                return i + 1
-        return None
+        return streams[number].read(tokens)[1] if number in streams else None
 
     for e in serve(decoder, requests(), plan, choose, stop_ids, until, heard, usage):
         record(results[e.number], e, time.perf_counter() - began[e.number])

@@ -51,13 +51,19 @@ def best(logits: Tensor, vocab: Optional[Vocabulary] = None) -> Tensor:
     return ids.gather(0, value.view(torch.float64).argmax(0, keepdim=True)).squeeze(0)
 
 
+def alone() -> bool:
+    """Whether no other rank takes part."""
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+
+
 def agree(value, shared: bool = True):
     """Rank 0's value, on every rank: any object that pickles. For what the host decides from something that differs between ranks
     (a clock, stdin); all ranks must call it at the same place. Alone, or where ranks do not share a model (shared: its `vocab` is not
     None), it returns its argument. It goes over the hosts' network, in about a millisecond, and does not wait for the device."""
-    dist = torch.distributed
-    if not shared or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not shared or alone():
         return value
+    dist = torch.distributed
     # torch's own broadcast of objects wants numpy, which nothing else here does
     mine = dist.get_rank() == 0
     text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if mine else None
@@ -70,11 +76,10 @@ def agree(value, shared: bool = True):
 
 def least(value: int) -> int:
     """The least of all ranks' values, on every rank; alone, its argument."""
-    dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if alone():
         return value
     box = torch.tensor(value)
-    dist.all_reduce(box, dist.ReduceOp.MIN)
+    torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MIN)
     return box.item()
 
 
@@ -104,7 +109,7 @@ def traffic(config, draft, plan, batch: int, size: int, item: int, block: Option
     sent, copied = [], draft is not None and bool(draft_misfits(draft, size))
     if draft is not None:
         b = block or draft.block
-        D = b if draft.slots == "next" else b - 1
+        D = draft.drafted(b)
     if plan.mode != "ar":
         budget = plan.ladder[-1] if plan.ladder and plan.mode == "ddtree" else plan.budget
         W = min(plan.candidates if draft.markov_rank else budget, config.vocab_size)

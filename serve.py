@@ -38,6 +38,14 @@ class Request:
     seed: int = 0
     cancelled: bool = False
 
+    @property
+    def sampled(self) -> bool:
+        return self.temperature > 0
+
+    @property
+    def filtered(self) -> bool:
+        return self.sampled and (self.top_k > 0 or self.top_p < 1)
+
 
 @dataclass
 class Result:
@@ -125,8 +133,7 @@ def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, ba
     context = target.config.max_positions
     most = slots_for(requests, context, False)
     decoder = Decoder(target, None if mode == "ar" else draft, batch, slots_for(requests, context, compile), RING if mode == "auto" else 0)
-    hot = [r for r in requests if r.temperature > 0]
-    plan = Plan("ar" if mode == "auto" else mode, budget or BUDGET, spine, bool(hot), any(r.top_k > 0 or r.top_p < 1 for r in hot))
+    plan = Plan("ar" if mode == "auto" else mode, budget or BUDGET, spine, any(r.sampled for r in requests), any(r.filtered for r in requests))
     decoder.prepare(plan)
     if compile:
         decoder.compile(progress)
@@ -173,16 +180,16 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         usage.tokens, usage.first = usage.tokens + len(tokens), usage.first + (len(tokens) if prefill else 0)
         return Event(row.number, tokens, min(drafts, len(tokens)), finish, prefill, "" if prefill else state.plan.name)
 
-    together = agree if decoder.target.vocab is not None else lambda value: value  # ranks that share no model decode each their own
+    shared = decoder.target.vocab is not None  # ranks that share no model decode each their own
     while True:
-        for slot in together([s for s, row in enumerate(rows) if row is not None and row.request.cancelled]):
+        for slot in agree([s for s, row in enumerate(rows) if row is not None and row.request.cancelled], shared):
             number = rows[slot].number
             leave(slot, "cancelled")
             yield Event(number, [], 0, "cancelled", False)
         fresh = []
         for slot in [s for s in range(B) if rows[s] is None]:
             number, request = next(queue, (0, None))
-            while request is not None and together(request.cancelled):
+            while request is not None and agree(request.cancelled, shared):
                 yield Event(number, [], 0, "cancelled", False)
                 number, request = next(queue, (0, None))
             if request is None:
@@ -194,8 +201,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             return
         if fresh:
             decoder.enter([s for s, _ in fresh], [(rows[s].limit, r.seed, r.temperature, r.top_k, r.top_p) for s, r in fresh])
-            hot = [r for _, r in fresh if r.temperature > 0]
-            plan = plan._replace(sampled=plan.sampled or bool(hot), filtered=plan.filtered or any(r.top_k > 0 or r.top_p < 1 for r in hot))
+            plan = plan._replace(sampled=plan.sampled or any(r.sampled for _, r in fresh), filtered=plan.filtered or any(r.filtered for _, r in fresh))
             resting -= {s for s, _ in fresh}
         reading = sorted((s for s in range(B) if rows[s] is not None and rows[s].left), key=lambda s: rows[s].number)
         decoding = B - rows.count(None) - len(reading)
@@ -212,7 +218,9 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             decoder.active[torch.tensor(sorted(resting), device=device)] = False
             resting.clear()
         span = span_for(max(rows[s].total for s in decoding), decoder.slots, decoder.least_span)
-        turn = plan if choose is None else together(choose(state._replace(rows=len(decoding), span=span)))._replace(sampled=plan.sampled, filtered=plan.filtered)
+        turn = plan
+        if choose is not None:
+            turn = agree(choose(state._replace(rows=len(decoding), span=span)), shared)._replace(sampled=plan.sampled, filtered=plan.filtered)
         if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
             turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
         began = time.perf_counter()

@@ -26,6 +26,15 @@ class TextStream:
             self.text, self.tokens = self.text + text, []
         return self._release()
 
+    def read(self, tokens: list) -> tuple:
+        """Pushes a round's tokens up to the stop string: the text of each, and how many to keep; None where it did not stop."""
+        pieces = []
+        for token in tokens:
+            pieces.append(self.push(token))
+            if self.stopped:
+                return pieces, len(pieces)
+        return pieces, None
+
     def flush(self) -> str:
         """What is left when no token will follow."""
         self.text += self.tokenizer.decode(self.tokens, skip_special_tokens=False)
@@ -53,12 +62,8 @@ class Screen:
 
     def until(self, row: int, tokens: list) -> Optional[int]:
         """Reads new tokens up to a stop string; the pieces of text wait for `show`, which knows which ones were drafted."""
-        self.pieces = []
-        for i, token in enumerate(tokens):
-            self.pieces.append(self.streams[row].push(token))
-            if self.streams[row].stopped:
-                return i + 1
-        return None
+        self.pieces, keep = self.streams[row].read(tokens)
+        return keep
 
     def show(self, e) -> None:
         """Prints an Event of generate.rounds whose tokens `until` has read."""

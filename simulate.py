@@ -92,7 +92,7 @@ class Pair:
 
     @property
     def depths(self) -> int:
-        return self.draft.block - (self.draft.slots == "masked")
+        return self.draft.drafted(self.draft.block)
 
 
 # What a round takes

@@ -1,11 +1,14 @@
 """Small checkpoints in the layouts that are on the hub, made from the golden ones."""
 import json
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 
 from checkpoint import write_safetensors
+from verify import Decoder
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGETS = sorted(p.name for p in (GOLDEN / "targets").iterdir())
@@ -114,3 +117,16 @@ def fuse_experts(tensors: dict) -> dict:
         fused[f"{at}.gate_up_proj"] = torch.stack([torch.cat([tensors[f"{at}.{e}.{w}_proj.weight"] for w in ("gate", "up")]) for e in range(E)])
         fused[f"{at}.down_proj"] = torch.stack([tensors[f"{at}.{e}.down_proj.weight"] for e in range(E)])
     return fused
+
+
+@contextmanager
+def steps_that_end(after: int, error):
+    """So many rounds of whatever decodes go well, and the next ones raise the error."""
+    ordinary, left = Decoder.step, [after]
+    def step(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return ordinary(*args)
+    with patch.object(Decoder, "step", step):
+        yield

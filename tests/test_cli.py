@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import generate
 import tiny
 from checkpoint import save_draft, save_target, write_safetensors
+from helpers import steps_that_end
 from show import DRAFTED, OWN, RESET, TextStream
 from tokens import byte_tokenizer, save_tokenizer
 
@@ -302,20 +303,14 @@ def test_library_loads_what_the_command_line_loads(pair):
 
 
 @pytest.mark.parametrize("after", [0, 3])
-def test_interrupt_keeps_the_text_so_far(pair, monkeypatch, after):
+def test_interrupt_keeps_the_text_so_far(pair, after):
     """Ctrl-C in the middle: the text so far, the closing line, 130, and in JSON `interrupted`."""
     whole, = objects(pair, "--prompt", PROMPT, "--mode", "dflash")
-    ordinary, left = generate.Decoder.step, [after]
-    def step(*args):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return ordinary(*args)
-    monkeypatch.setattr(generate.Decoder, "step", step)
-    code, out, err = run("--model", pair / "target", "--prompt", PROMPT, "--mode", "dflash", "--max-new-tokens", 20)
+    with steps_that_end(after, KeyboardInterrupt):
+        code, out, err = run("--model", pair / "target", "--prompt", PROMPT, "--mode", "dflash", "--max-new-tokens", 20)
     assert code == 130 and notes(err).startswith("interrupted; dflash: ") and notes(err).count("\n") == 1
-    left[0] = after
-    code, out_json, _ = run("--model", pair / "target", "--prompt", PROMPT, "--mode", "dflash", "--max-new-tokens", 20, "--json")
+    with steps_that_end(after, KeyboardInterrupt):
+        code, out_json, _ = run("--model", pair / "target", "--prompt", PROMPT, "--mode", "dflash", "--max-new-tokens", 20, "--json")
     o = json.loads(out_json)
     assert code == 130 and o["finish"] == "interrupted" and len(o["accepted"]) == after
     assert o["tokens"] == whole["tokens"][:len(o["tokens"])] and len(o["tokens"]) == 1 + sum(a + 1 for a in o["accepted"])

@@ -12,6 +12,7 @@ import torch
 
 import generate
 import prompts
+from helpers import steps_that_end
 from serve import Request
 from test_cli import PROMPT, TOKENIZER, edit, endless, notes, objects, pair, refused, run, start  # noqa: F401  (pair, endless: fixtures)
 
@@ -118,27 +119,21 @@ def test_a_second_run_skips_what_is_done(pair, file):
 @pytest.mark.parametrize("error, code", [(KeyboardInterrupt, 130), (RuntimeError("boom"), None), (OSError(28, "No space left on device"), 2),
                                          (torch.OutOfMemoryError("CUDA out of memory."), 2)])
 @pytest.mark.parametrize("after", [0, 1, 9])
-def test_whatever_ends_a_run_what_was_finished_is_kept(pair, file, monkeypatch, error, code, after):
+def test_whatever_ends_a_run_what_was_finished_is_kept(pair, file, error, code, after):
     whole, _ = served(pair, file, "--batch", 2)
-    out, ordinary, left = file.with_name("out.jsonl"), generate.Decoder.step, [after]
+    out = file.with_name("out.jsonl")
     out.unlink()
-    def step(*args):
-        left[0] -= 1
-        if left[0] < 0:
-            raise error
-        return ordinary(*args)
-    monkeypatch.setattr(generate.Decoder, "step", step)
     args = ("--model", pair / "target", "--max-new-tokens", 20, "--prompts", file, "--out", out, "--batch", 2, *DDTREE)
     if code is None:
-        with pytest.raises(RuntimeError, match="boom"):
+        with pytest.raises(RuntimeError, match="boom"), steps_that_end(after, error):
             run(*args)
     else:
-        got, _, err = run(*args)
+        with steps_that_end(after, error):
+            got, _, err = run(*args)
         assert got == code and notes(err).count("\n") == 1 and "Traceback" not in err
         assert ("interrupted; ddtree: " in err) == (code == 130) and ("out of memory" in err and "lower --batch" in err) == isinstance(error, torch.OutOfMemoryError)
     kept = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(kept) == 0 if after == 0 else 0 < len(kept) < 7 if after == 9 else True
-    monkeypatch.setattr(generate.Decoder, "step", ordinary)
     results, err = served(pair, file, "--batch", 2)
     assert {k: r["tokens"] for k, r in results.items()} == {k: r["tokens"] for k, r in whole.items()}
     assert all(results[r["id"]] == r for r in kept)
