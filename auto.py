@@ -236,8 +236,7 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
     ladder ends below it. Compiled rounds have a shorter ladder, and where costs are in the file nothing is compiled before it is chosen."""
     widths, compiled = ladder(budget, decoder.compiled is not None), decoder.compiled is not None
     while True:
-        # (the chain of a Markov head cannot price itself, and would run unheard; the tree over the same drafts stands for it)
-        candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled and not decoder.draft.config.markov_rank)
+        candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled and decoder.draft.depths <= widths[-1])
         turns = [c._replace(sampled=plan.sampled, filtered=plan.filtered) for c in candidates]
         if not compiled:  # (a graph reports for nothing, and quiet ones would be as many again)
             turns = [t._replace(ladder=()) for t in turns] + turns[-1:]

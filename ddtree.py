@@ -101,13 +101,15 @@ def given(depth: int, before: Tensor, tokens: tuple, conditional: Callable) -> T
 
 
 def greedy_chain(marginals: Tensor, root: Tensor, conditional: Callable, candidates: Optional[int] = CANDIDATES,
-                 vocab: Optional[Vocabulary] = None) -> Tensor:
-    """(B, D) tokens, each the best after the one before; the arguments are those of `grow`."""
-    tokens, line = scored_tokens(marginals, candidates, vocab), [root.unsqueeze(1)]
+                 vocab: Optional[Vocabulary] = None) -> tuple:
+    """(B, D) tokens, each the best after the one before, and the log probabilities (B, D) of the prefixes they end, as `grow`, which
+    takes the same arguments, scores them."""
+    tokens, line, score = scored_tokens(marginals, candidates, vocab), [root.unsqueeze(1)], [marginals.new_zeros(len(root), 1, dtype=torch.float32)]
     for d in range(marginals.shape[1]):
-        best = given(d, line[-1], tokens, conditional).argmax(-1)                        # (B, 1)
+        logp, best = given(d, line[-1], tokens, conditional).max(-1)                     # (B, 1), the first among equals
         line.append(tokens[0][:, d].gather(1, best))
-    return torch.cat(line[1:], 1)
+        score.append(score[-1] + logp)
+    return torch.cat(line[1:], 1), torch.cat(score[1:], 1)
 
 
 def build_tree(marginals: Tensor, root: Tensor, budget: int, spine: bool = False, tables: Optional[list] = None,

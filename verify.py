@@ -270,7 +270,7 @@ class Decoder(nn.Module):
         marginals, conditional = self.propose(plan, span)
         mark("propose")
         tree, score = self.build(marginals, conditional, plan)
-        told = [self.expected(tree, score, plan)] if plan.ladder and score is not None else []  # (the chain of a Markov head has no score)
+        told = [self.expected(tree, score, plan)] if plan.ladder and plan.mode != "ar" else []
         if told and plan.mode == "ddtree":
             tree = first(tree, plan.budget + 1)
         mark("build")
@@ -290,35 +290,40 @@ class Decoder(nn.Module):
         return (None, None) if plan.mode == "ar" else self.draft.proposal(self.root, self.length, span)
 
     def build(self, marginals: Optional[Tensor], conditional: Optional[Callable], plan: Plan) -> tuple:
-        """The tree, and the log probabilities (B, N) of its nodes where there is a ladder or it is a ddtree."""
+        """The tree, and the log probabilities (B, N) of its nodes' prefixes; None of plain decode and of an independent chain without a ladder."""
         if plan.mode == "ar":
             return chain(self.root.unsqueeze(1)), None
-        if plan.mode == "dflash" and plan.ladder and conditional is None:
-            ids, logp = ranked_tokens(marginals, 1, self.target.vocab)                       # (B, D, 1)
-            return chain(torch.cat((self.root.unsqueeze(1), ids[..., 0]), 1)), torch.nn.functional.pad(logp[..., 0].cumsum(1), (1, 0))
         if plan.mode == "dflash":
-            return chain(torch.cat((self.root.unsqueeze(1), self.top_chain(marginals, conditional, plan)), 1)), None
+            drafts, score = self.top_chain(marginals, conditional, plan)
+            return chain(torch.cat((self.root.unsqueeze(1), drafts), 1)), score if score is None else torch.nn.functional.pad(score, (1, 0))
         budget = plan.ladder[-1] if plan.ladder else plan.budget
         return grow(marginals, self.root, budget, plan.spine, self.tables(budget), self.target.vocab, conditional, plan.candidates)
 
     def rests(self, plan: Plan) -> bool:
         return plan.mode == "ar" and self.ring > 0
 
-    def top_chain(self, marginals: Tensor, conditional: Optional[Callable], plan: Plan) -> Tensor:
-        """(B, D): the drafts of a dflash round."""
+    def top_chain(self, marginals: Tensor, conditional: Optional[Callable], plan: Plan) -> tuple:
+        """(B, D): the drafts of a dflash round, and their prefixes' log probabilities, None where they would cost and nobody asks."""
         if conditional is not None:
             return greedy_chain(marginals, self.root, conditional, plan.candidates, self.target.vocab)
-        return best(marginals, self.target.vocab)
+        if not plan.ladder:
+            return best(marginals, self.target.vocab), None
+        ids, logp = ranked_tokens(marginals, 1, self.target.vocab)                                          # (B, D, 1)
+        return ids[..., 0], logp[..., 0].cumsum(1)
 
     def expected(self, tree: Tree, score: Tensor, plan: Plan) -> Tensor:
         """(W + 1, D): how many drafts the drafter expects to be accepted at each depth were the tree cut to each width of the ladder,
-        and last were it the chain of a dflash round, whose nodes are the best of each depth; summed over active rows, in 1/ODDS. Nodes
-        come best first, so one tree prices all smaller ones. A chain prices itself alone: (1, D)."""
+        and last were it the chain of a dflash round; summed over active rows, in 1/ODDS. Nodes come best first, so one tree prices all
+        smaller ones, and the chain is the way down by first children. (Where it leaves the tree it counts as nothing: it is worth less
+        there than the tree's last node.) A chain prices itself alone: (1, D)."""
         at = tree.depth.unsqueeze(-1) == torch.arange(1, self.draft.depths + 1, device=score.device)        # (B, N, D)
         mass = (score.exp() * self.active.unsqueeze(1)).unsqueeze(-1) * at                                  # (B, N, D)
+        if plan.mode == "dflash":
+            return (mass.sum((0, 1)).unsqueeze(0) * ODDS).round().long()
         first_nodes = mass.sum(0).cumsum(0)                                                                 # (N, D)
-        widths = plan.ladder if plan.mode == "ddtree" else ()
-        rows = [first_nodes[min(n, len(first_nodes) - 1)] for n in widths] + [mass.amax(1).sum(0)]
+        later = (tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1)).tril(-1).any(-1)                   # (B, N): not the first child
+        led = mass.masked_fill((tree.ancestors & later.unsqueeze(1)).any(-1, keepdim=True), 0)
+        rows = [first_nodes[min(n, len(first_nodes) - 1)] for n in plan.ladder] + [led.sum((0, 1))]
         return (torch.stack(rows) * ODDS).round().long()
 
     def reached(self, accepted: Tensor) -> Tensor:

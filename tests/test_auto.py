@@ -13,20 +13,21 @@ import generate
 import serve
 import tiny
 from auto import WIDTHS, Auto, candidates_for, pick
-from ddtree import build_tree, grow
+from ddtree import build_tree, greedy_chain, grow
 from invariants import Watched, decode, texts as tokens_of
 from model import chain
 from serve import Request, Result, record
+from test_ddtree import paths
 from verify import ODDS, Decoder, Plan, accept
 
 LADDER = (1, 4, 8, 16, 32, 64)
 
 
-def started(prompts: list, ring: int = 0, limit: int = 60, **changes) -> tuple:
+def started(prompts: list, ring: int = 0, limit: int = 60, kind: str = "full", **changes) -> tuple:
     """A decoder whose rows have read their prompts, and the texts that plain decoding writes."""
     target = tiny.golden("kimi_k2")
     texts = [p + r.tokens for p, r in zip(prompts, generate.generate(target, None, prompts, "ar", max_new_tokens=limit, **changes))]
-    draft = tiny.drafter(target)
+    draft = tiny.drafter(target, kind)
     draft.tell(texts)
     decoder = Watched(target, draft, len(prompts), max(map(len, texts)), ring=ring)
     decoder.limit.copy_(torch.tensor([len(t) for t in texts]))
@@ -37,31 +38,43 @@ def started(prompts: list, ring: int = 0, limit: int = 60, **changes) -> tuple:
     return decoder, texts
 
 
+@pytest.mark.parametrize("kind", ["full", "markov"])
 @pytest.mark.parametrize("width", [0, *LADDER])
-def test_a_round_reports_on_every_width(width):
-    decoder, _ = started(tiny.prompts(256, 5, 9, 2), limit=20)
+def test_a_round_reports_on_every_width_and_the_chain(width, kind):
+    """The chain's prefixes count as far as the widest tree holds them: exactly there, and not at all beyond."""
+    decoder, _ = started(tiny.prompts(256, 5, 9, 2), limit=20, kind=kind)
     target, draft, D = decoder.target, decoder.draft, decoder.draft.depths
-    plan = Plan("ddtree", width, ladder=LADDER) if width else Plan("dflash", ladder=LADDER)
+    if draft.markov_head is not None:  # the best token is often another after a second-best one
+        draft.markov_head.markov_w2.weight.mul_(20)
+    plan, left = Plan("ddtree", width, ladder=LADDER) if width else Plan("dflash", ladder=LADDER), False
     decoder.prepare(plan)
     decoder.active[1] = False
     while decoder.active.any():
-        active = decoder.active.clone()
-        marginals = draft.propose(decoder.root, decoder.length, decoder.slots)
-        top = chain(torch.cat((decoder.root.unsqueeze(1), marginals.argmax(-1)), 1))
-        tree, want = build_tree(marginals, decoder.root, width) if width else top, []
+        active, root = decoder.active.clone(), decoder.root.clone()
+        marginals, conditional = draft.proposal(root, decoder.length, decoder.slots)
+        over = {"conditional": conditional, "candidates": plan.candidates}
+        if conditional is None:
+            line, prices = marginals.argmax(-1), marginals.float().log_softmax(-1).amax(-1).cumsum(1)
+        else:
+            line, prices = greedy_chain(marginals, root, conditional, plan.candidates)
+        held, want = torch.ones_like(line, dtype=torch.bool), []
         for n in LADDER * (width > 0):
-            smaller, score = grow(marginals, decoder.root, n)
-            score = score.exp() * active.unsqueeze(1)
-            want.append([(score * (smaller.depth == d)).sum().item() for d in range(1, D + 1)])
-        want.append((marginals.float().softmax(-1).amax(-1).cumprod(1) * active.unsqueeze(1)).sum(0).tolist())
+            smaller, score = grow(marginals, root, n, **over)
+            odds = score.exp() * active.unsqueeze(1)
+            want.append([(odds * (smaller.depth == d)).sum().item() for d in range(1, D + 1)])
+        if width:
+            for row, prefixes in enumerate(paths(smaller, row) for row in range(3)):  # of the widest
+                held[row] = torch.tensor([tuple(line[row, :d].tolist()) in prefixes for d in range(1, D + 1)])
+                assert (prices[row][~held[row]] <= score[row, -1] + 1e-5).all()
+        left |= bool((~held).any())
+        want.append((prices.exp() * held * active.unsqueeze(1)).sum(0).tolist())
+        tree = build_tree(marginals, root, width, **over) if width else chain(torch.cat((root.unsqueeze(1), line), 1))
         accepted = accept(tree, target(tree, decoder.length, decoder.slots)[0].argmax(-1))[1]  # not cut by limits
         got = decoder.round(plan, decoder.slots).tolist()
         assert [len(row) for row in got] == [D + 2] * (3 + len(want) + 1)
-        expected, want = torch.tensor([row[:D] for row in got[3:-1]]) / ODDS, torch.tensor(want)
-        torch.testing.assert_close(expected[:-1], want[:-1], rtol=0, atol=1e-5)
-        seen = want[-1] > 0.05 if width else want[-1] >= 0  # deep in a chain, its nodes may be too improbable for the widest tree
-        torch.testing.assert_close(expected[-1][seen], want[-1][seen], rtol=0, atol=0.05 if width else 1e-5)
+        torch.testing.assert_close(torch.tensor([row[:D] for row in got[3:-1]]) / ODDS, torch.tensor(want), rtol=0, atol=1e-5)
         assert got[-1] == [(accepted[active] >= d).sum().item() for d in range(1, D + 1)] + [0, 0]
+    assert left is (width > 0)  # both cases came
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

@@ -320,7 +320,7 @@ def test_the_spine_of_conditionals_is_the_greedy_chain(candidates):
     for seed in range(40):
         marginals, root, _, adds, conditional = random_conditionals(seed, 2)
         D = marginals.shape[1]
-        chained = greedy_chain(marginals, root, conditional, candidates)
+        chained, prices = greedy_chain(marginals, root, conditional, candidates)
         narrow = build_tree(marginals, root, D, spine=True, conditional=conditional, candidates=candidates)
         assert all(torch.equal(a, b) for a, b in zip(chain(torch.cat((root.unsqueeze(1), chained), 1))[:4], narrow[:4]))
         for row in range(2):
@@ -333,6 +333,21 @@ def test_the_spine_of_conditionals_is_the_greedy_chain(candidates):
             wide = build_tree(marginals, root, D + 6, spine=True, conditional=conditional, candidates=candidates)
             sound(wide)
             assert tuple(line) in paths(wide, row)
+            prefixes = every_prefix(marginals[row], int(root[row]), adds, [marginals[row, d].topk(min(candidates or 99, marginals.shape[-1])).indices.tolist() for d in range(D)])
+            assert prices[row].tolist() == pytest.approx([prefixes[tuple(line[:d])] for d in range(1, D + 1)], abs=1e-4)
+
+
+def test_the_chain_scores_what_its_path_scores_in_the_tree():
+    for seed in range(40):
+        marginals, root, _, adds, conditional = random_conditionals(seed, 3)
+        D = marginals.shape[1]
+        for candidates in (None, 3):
+            line, prices = greedy_chain(marginals, root, conditional, candidates)
+            tree, score = grow(marginals, root, D + 20, spine=True, conditional=conditional, candidates=candidates)
+            for row in range(3):
+                for node, path in enumerate(paths(tree, row)[1:], 1):
+                    if path == tuple(line[row, :len(path)].tolist()):
+                        torch.testing.assert_close(prices[row, len(path) - 1], score[row, node], rtol=0, atol=1e-5)
 
 
 def test_the_first_nodes_of_a_conditional_tree_are_the_smaller_tree():
