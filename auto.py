@@ -7,8 +7,9 @@ the widest tree prices all narrower ones. A drafter is too sure of itself or not
 expected drafts per depth corrects it, at any temperature, since what is accepted is equality with the target's own token.
 
 Every round the candidate with the most expected tokens per second is found by a full scan (distinct experts are concave in the
-width, so a stop at the first loss would err). Something else is picked only where it is clearly better, and now and then another
-candidate gets a round, within 1 % of the time (1.5 % while plain decode runs), so that what lost once can come back.
+width, so a stop at the first loss would err). While requests wait for a slot all tokens count; once none does, those of the row that ends
+last. Something else is picked only where it is clearly better, and now and then another candidate gets a round, within 1 % of the
+time (1.25 % while plain decode runs), so that what lost once can come back.
 
 The controller is plain Python and holds no tensor: tests and bench.py --simulate drive it with a clock of their own.
 
@@ -37,11 +38,13 @@ MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.15  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES = 0.01               # share of time that probes may lose
-PROBES_AR = 0.015           # while plain decode runs: nothing else tells that the text has become predictable
+PROBES, PROBES_AR = 0.01, 0.0125  # share of time that probes may lose; while plain decode runs, nothing else tells that the text has become predictable
+ASK = 0.25                  # rounds of plain decode that the first probe of a text may lose
 SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
-REST = 32                   # rounds before a candidate is probed again
-START = 5.0                 # rounds that what is believed at the start counts for
+REST, REST_AR = 32, 16      # rounds before a candidate is probed again, and before plain decode asks again
+KNOWN, GUESSED = 5.0, 1.0   # rounds that what another text taught counts for at most, and a first guess
+SPREAD = {"dflash": 0.25, "ddtree": 0.18}  # the slowest of n rows drafts about n^-this of the mean: bundled pair, other texts than bench/
+LIKENESS = 32.0             # drafts of a row that weigh as much against that as the rule itself
 
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
@@ -49,39 +52,57 @@ def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
     return [Plan("ar", 0)] + [Plan("dflash", depths, ladder=widths)] * chain + [Plan("ddtree", n, ladder=widths) for n in widths]
 
 
-def pick(gains: list, seconds: list) -> int:
-    """The candidate with the most expected tokens per second: gains[i] tokens in seconds[i]. A full scan; the earlier among equals."""
-    return max(range(len(gains)), key=lambda i: (gains[i] / seconds[i], -i))
+def pick(rates: dict) -> int:
+    """The candidate with the most expected tokens per second. A full scan; the earlier among equals."""
+    return max(rates, key=lambda i: (rates[i], -i))
 
 
 class Auto:
     """Picks a candidate per round: `choose()` before it, `learn(...)` and `time(...)` after it."""
 
-    def __init__(self, candidates: list, seconds: list, depths: int, habits: Optional[dict] = None):
+    def __init__(self, candidates: list, seconds: list, depths: int, habits: Optional[dict] = None, report: float = 0.0):
         """candidates: Plans, plain decode first; seconds: of one round of each, perhaps off by a common factor; depths: D; habits:
-        what `habits()` of an earlier text gave, to begin with."""
-        self.candidates, self.seconds, self.depths = candidates, list(seconds), depths
-        self.widths = tuple(c.budget for c in candidates if c.mode == "ddtree")
-        n = len(candidates)
+        what `habits()` of an earlier text gave, to begin with; report: seconds more of a probe, which reports."""
+        self.candidates, self.seconds, self.depths, self.report = candidates, list(seconds), depths, report
+        self.widths, n = tuple(c.budget for c in candidates if c.mode == "ddtree"), len(candidates)
+        # what costs too much to win though all its drafts were accepted is left alone (0.8: costs are not known that well)
+        self.possible = [i for i, c in enumerate(candidates) if i == 0 or 1 + min(c.budget, depths) > 0.8 * seconds[i] / seconds[0]]
+        widest = max(candidates[i].budget for i in self.possible)
+        self.told = self.widths[:1 + sum(w < widest for w in self.widths[:-1])]  # widths to report on; their widest prices the chain, too
         self.drift, self.own = 0.0, [0.0] * n                     # logs: the machine's pace, and each candidate's own error
         # mean expected drafts per depth: of each width, then of the chain; before anything is known, those of a middling drafter
         self.mass = [[0.7 ** d * (d <= n) * (n >= depths or 0.9) for d in range(1, depths + 1)] for n in (*self.widths, depths)]
         self.accepted, self.expected = [4.0] * depths, [4.0] * depths  # decaying sums of rows; the start says: calibrated
+        self.weight = [GUESSED] * len(self.mass)                  # rounds behind each mean
         if habits:
             self.mass, self.accepted, self.expected = habits["mass"], habits["accepted"], habits["expected"]
-        self.weight, self.unheard = [START] * len(self.mass), [0] * len(self.mass)  # rounds behind each mean, and since the last of them
-        self.current = pick([self.gain(i) for i in range(n)], self.seconds)
+            self.weight = [min(w, KNOWN) for w in habits["weight"]]
+        self.unheard = [0] * len(self.mass)                       # rounds since the last report on each
+        self.luck, self.left = {}, {}                             # row -> drafts it accepted and a mean row did; tokens to come
+        self.current = pick({i: self.rate(i) for i in self.possible})
         self.last, self.run, self.age = self.current, 0, [REST] * n
-        self.allowance, self.probing = 0.0 if self.current else self.seconds[0], False  # plain decode asks the drafter once, soon
-        self.rounds, self.probes, self.timed = [0] * n, 0, False
+        self.allowance = ASK * seconds[0]                         # seconds that probes may lose
+        if max(self.weight) <= GUESSED:                           # a drafter never heard is asked at once
+            self.allowance = min([seconds[i] for i in self.possible if i], default=0.0)
+        self.rounds, self.probes, self.probing, self.timed = [0] * n, 0, False, False
 
     # What a round gives and costs
 
     def gain(self, i: int) -> float:
         """Expected tokens of a row in one round."""
-        if self.candidates[i].mode == "ar":
+        if i == 0:
             return 1.0
-        return 1 + sum(min(m * a / e, 1.0) for m, a, e in zip(self.mass[self.row(i)], self.accepted, self.expected))
+        return 1 + sum([min(m * a / e, 1.0) for m, a, e in zip(self.mass[self.row(i)], self.accepted, self.expected)])
+
+    def worth(self, i: int) -> float:
+        """Expected tokens of a round, of a mean row, or, where no request waits, of the row that ends last: what it accepted so far
+        tells it from the mean, and before that, how many rows there are."""
+        drafts, spread = self.gain(i) - 1, SPREAD.get(self.candidates[i].mode)
+        if i == 0 or len(self.left) < 2:
+            return 1 + drafts
+        slowest, most, none = LIKENESS * len(self.left) ** -spread, self.depths, (0.0, 0.0)
+        luck = [(n, *self.luck.get(row, none)) for row, n in self.left.items()]
+        return max(self.left.values()) / max([n / (1 + min(drafts * (own + slowest) / (mean + LIKENESS), most)) for n, own, mean in luck])
 
     def row(self, i: int) -> int:
         """Where `mass` holds what candidate i, which drafts, should have accepted."""
@@ -92,51 +113,59 @@ class Auto:
         return self.seconds[i] * math.exp(self.own[i] + self.drift)
 
     def rate(self, i: int) -> float:
-        return self.gain(i) / self.cost(i)
+        return self.worth(i) / self.cost(i)
 
     # The decision
 
-    def choose(self) -> int:
-        """The number of the candidate that the next round should be."""
-        self.probing = False
-        n = range(len(self.candidates))
-        best = pick([self.gain(i) for i in n], [self.cost(i) for i in n])
+    def choose(self, left: Optional[dict] = None) -> int:
+        """The number of the candidate that the next round should be. left: row -> the tokens it may still emit; none where
+        other requests wait for a row to end."""
+        self.left, self.probing = left or {}, False
+        costs, worths = {i: self.cost(i) for i in self.possible}, {i: self.worth(i) for i in self.possible}
+        rates = {i: worths[i] / costs[i] for i in self.possible}
+        best = pick(rates)
         # a guess from few rounds must be better still; plain decode gives its token for certain, so that a tie is its own
         margin = MARGIN * (1 if self.current else 2) + DOUBT / self.weight[self.row(best)] if best else 0.0
-        if self.rate(best) > self.rate(self.current) * (1 + margin):
+        if rates[best] > rates[self.current] * (1 + margin):
             self.current = best
-        def loss(i):                  # seconds that a round of i loses against the current candidate
-            return max(self.cost(i) - self.gain(i) / self.rate(self.current), 0.01 * self.cost(self.current))
+        if self.current == 0 and min(self.unheard) < REST_AR and sum(self.rounds):
+            return self.current
+        def loss(i):                  # seconds that a round of i, which reports, loses against the current candidate
+            return max(costs[i] + self.report * math.exp(self.drift) - worths[i] / rates[self.current], 0.01 * costs[self.current])
         # plain decode and a chain tell nothing of the widths: what is nearly as good is asked sooner then
-        blind = min(self.unheard) >= REST // 4
-        stale = [i for i in n if i != self.current
-                 and self.age[i] >= (REST // 4 if blind and loss(i) < 0.1 * self.cost(self.current) else REST)]
-        if stale:
-            least = min(stale, key=loss)
-            if loss(least) <= self.allowance:
-                self.allowance -= loss(least)
-                self.probing = True
-                return least
+        soon = REST // 4 if min(self.unheard[:len(self.told)]) >= REST // 4 else REST
+        stale = [i for i in self.possible if i != self.current and self.age[i] >= soon
+                 and (self.age[i] >= REST or loss(i) < 0.1 * costs[self.current])]
+        least = min(stale, key=loss, default=None)
+        if least is not None and loss(least) <= self.allowance:
+            self.allowance -= loss(least)
+            self.probing = True
+            return least
         return self.current
 
     def settled(self) -> bool:
         """Whether the round just chosen need not report: the means rest on enough rounds, the last of them is not long ago."""
-        return not self.probing and min(self.weight) >= SETTLED and self.unheard[-1] + 1 < QUIET <= sum(self.rounds) // 4
+        return not self.probing and min(*self.weight[:len(self.told)], self.weight[-1]) >= SETTLED and self.unheard[-1] + 1 < QUIET
 
-    def learn(self, i: int, rows: int, accepted: Optional[list] = None, expected: Optional[list] = None) -> None:
-        """What a round of candidate i showed. rows: how many were active. accepted (D): how many of them accepted a draft at each
-        depth. expected, summed over rows: how many should have, of each width and the chain (W + 1, D); of a dflash round, of the chain
-        alone (1, D); None of plain decode."""
+    def learn(self, i: int, drafts: dict, accepted: Optional[list] = None, expected: Optional[list] = None) -> None:
+        """What a round of candidate i showed. drafts: row -> how many it accepted. accepted (D): how many rows accepted a draft at
+        each depth. expected, summed over rows: how many should have, of each width of the ladder and the chain (W + 1, D); of a dflash
+        round, of the chain alone (1, D); None of plain decode, and of a round that did not report."""
         self.rounds[i] += 1
         self.probes += self.probing
         self.run = self.run + 1 if i == self.last else 0
         self.last = i
-        self.age = [0 if j == i else a + 1 for j, a in enumerate(self.age)]
+        self.age = [a + 1 for a in self.age]
+        self.age[i] = 0
         if not self.probing:
             self.allowance = min(self.allowance + (PROBES if self.current else PROBES_AR) * self.cost(i), 2 * self.cost(self.current))
         self.unheard = [u + 1 for u in self.unheard]
-        if rows and expected is not None:
-            self.hear(i, rows, accepted, expected)
+        if i and drafts:
+            mean = sum(drafts.values()) / len(drafts)
+            known = {row: self.luck.get(row, (0.0, 0.0)) for row in drafts}
+            self.luck = {row: (own + drafts[row], of_mean + mean) for row, (own, of_mean) in known.items()}
+        if drafts and expected is not None:
+            self.hear(i, len(drafts), accepted, expected)
 
     def time(self, i: int, seconds: Optional[float], run: int) -> None:
         """Seconds of a round of candidate i, None where they tell nothing (a first call); run: rounds of it just before. The machine's
@@ -153,12 +182,12 @@ class Auto:
         self.own[i] += PAIRED / (1 + run) * error
 
     def hear(self, i: int, rows: int, accepted: list, expected: list) -> None:
-        rows_told = self.mass if self.candidates[i].mode == "ddtree" else self.mass[-1:]  # a chain is drafted without a tree
-        for k, now in zip(range(len(self.mass) - len(rows_told), len(self.mass)), expected):
-            self.weight[k] = self.weight[k] * (1 - MEMORY) ** self.unheard[k] + 1
+        heard = [*range(len(expected) - 1), len(self.mass) - 1]  # (a chain is drafted without a tree)
+        for k, now in zip(heard, expected):  # many rows tell more than one, but share the machine's and the hour's texts
+            self.weight[k] = self.weight[k] * (1 - MEMORY) ** self.unheard[k] + rows ** 0.5
             self.unheard[k] = 0
-            self.mass[k] = [m + (x / rows - m) / self.weight[k] for m, x in zip(self.mass[k], now)]
-        told = expected[self.row(i) if len(rows_told) > 1 else 0]
+            self.mass[k] = [m + (x / rows - m) * rows ** 0.5 / self.weight[k] for m, x in zip(self.mass[k], now)]
+        told = expected[heard.index(self.row(i))]
         for d in range(self.depths):  # forgets as much as it hears: a depth that rounds do not reach keeps its ratio
             keep = (1 - CALIBRATION) ** told[d]
             self.accepted[d] = self.accepted[d] * keep + accepted[d]
@@ -167,16 +196,17 @@ class Auto:
     def habits(self) -> dict:
         """What another text on this machine may begin with. Seconds are relative: the machine's pace is not in them."""
         return {"seconds": [s * math.exp(own) for s, own in zip(self.seconds, self.own)], "mass": self.mass, "accepted": self.accepted,
-                "expected": self.expected}
+                "expected": self.expected, "weight": self.weight}
 
     # What the user hears
 
     def why(self) -> str:
         """The present choice against plain decode, or plain decode against the best of the rest."""
         now = self.current
-        other = max((i for i in range(len(self.candidates)) if (i == 0) != (now == 0)), key=self.rate, default=now)
+        other = max((i for i in self.possible if (i == 0) != (now == 0)), key=self.rate, default=now)
+        whose = f" to the slowest of {len(self.left)} rows" if len(self.left) > 1 else ""
         def price(i):
-            return f"{self.candidates[i].name} gives {self.gain(i):.2f} tokens in {self.cost(i) * 1e3:.3g} ms"
+            return f"{self.candidates[i].name} gives {self.worth(i):.2f} tokens{whose} in {self.cost(i) * 1e3:.3g} ms"
         return f"{price(now)}, {price(other)}"
 
     def summary(self) -> str:
@@ -191,37 +221,43 @@ class Pilot:
     """Called by `serve` with the State before every round: hears what the last one showed, and returns the next one's Plan. Where
     ranks share the models each has one, and what rank 0's says is done."""
 
-    def __init__(self, decoder: Decoder, auto: Auto, catch_up: float, report: float, key: dict):
-        """catch_up: seconds that the drafter needs to follow after a rest; report: that a round needs to report on the ladder; key: of the
-        file that keeps what is learnt."""
-        self.decoder, self.auto, self.catch_up, self.report, self.key = decoder, auto, catch_up, report, key
-        self.calls, self.span, self.followed = {}, 0, False
+    def __init__(self, decoder: Decoder, candidates: list, kept: dict, key: dict):
+        """kept: what `start` measured, or read. key: of the file that keeps what is learnt."""
+        self.decoder, self.kept, self.key = decoder, kept, key
+        self.auto = Auto(candidates, kept["seconds"], decoder.draft.depths, kept, kept["report"][0])
+        self.calls, self.span, self.followed, self.rows = {}, 0, False, {}
 
     def __call__(self, state) -> Plan:
         if state.plan is not None:
             self.hear(state)
-        plan = self.auto.candidates[self.auto.choose()]
-        self.span, self.followed = state.span, plan.mode != "ar" and self.decoder.waiting > 0
-        # eagerly, what a round reports costs as much as a few nodes
-        return plan._replace(ladder=()) if not self.decoder.compiled and self.auto.settled() else plan
+        plan = self.auto.candidates[self.auto.choose({} if state.more else {number: left for number, left in state.rows.values()})]
+        self.span, self.followed, self.rows = state.span, plan.mode != "ar" and self.decoder.waiting > 0, state.rows
+        if self.decoder.compiled is None and plan.mode != "ar":  # eagerly, a report costs as much as a few nodes
+            return plan._replace(ladder=() if self.auto.settled() else self.auto.told)
+        return plan
 
     def hear(self, state) -> None:
-        plan, B = state.plan, len(self.decoder.root)
+        plan, B, D = state.plan, len(self.decoder.root), self.auto.depths
         i = next(i for i, c in enumerate(self.auto.candidates) if c.name == plan.name or c.mode == plan.mode == "dflash")
         self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
         told = state.packed[B:]  # nothing after plain decode, or a quiet round
         # the first two calls of a graph compile and record it
         seconds = None if self.decoder.compiled and calls <= 2 else max(
-            state.seconds - self.catch_up * self.followed - self.report * bool(told), 0.1 * state.seconds)
-        rows, D = sum(row[0] > 0 for row in state.packed[:B]), self.auto.depths
+            state.seconds - self.kept["catch_up"] * self.followed - self.report(plan) * bool(told), 0.1 * state.seconds)
         expected = [[m / ODDS for m in row[:D]] for row in told[:-1]] or None
-        self.auto.learn(i, rows, told[-1][:D] if told else None, expected)
+        self.auto.learn(i, {number: state.packed[slot][0] - 1 for slot, (number, _) in self.rows.items()}, told[-1][:D] if told else None, expected)
         self.auto.time(i, seconds, self.auto.run)
+
+    def report(self, plan: Plan) -> float:
+        """Seconds that the report of a round takes: little of a chain's, and of a tree's as much more as a wider one must be built."""
+        narrowest, widest = self.kept["report"]
+        wider = (plan.ladder[-1] - plan.budget) / self.auto.widths[-1] if plan.mode == "ddtree" and plan.ladder else 0.0
+        return widest + (narrowest - widest) * wider
 
     def keep(self) -> None:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
-        if sum(self.auto.rounds) >= 8:
-            write_costs(self.key, {"catch_up": self.catch_up, "report": self.report, **self.auto.habits()})
+        if sum(self.auto.rounds) > 1:
+            write_costs(self.key, {**self.kept, **self.auto.habits()})
 
 
 def ladder(budget: Optional[int], compiled: bool) -> tuple:
@@ -239,7 +275,7 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
         candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled and decoder.draft.depths <= widths[-1])
         turns = [c._replace(sampled=plan.sampled, filtered=plan.filtered) for c in candidates]
         if not compiled:  # (a graph reports for nothing, and quiet ones would be as many again)
-            turns = [t._replace(ladder=()) for t in turns] + turns[-1:]
+            turns = [t._replace(ladder=()) for t in turns] + [turns[-len(widths)], turns[-1]]
         for turn in turns + candidates:
             decoder.prepare(turn)
         key = cost_key(decoder, turns, span)
@@ -253,11 +289,15 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
                     raise
                 widths = widths[:-1]
                 continue
-            # (a difference of two clocks: noise may not make it more than a few percent)
-            report = min(max(seconds.pop() - seconds[-1], 0.0), 0.05 * min(seconds[1:])) if not compiled else 0.0
+            report = [0.0, 0.0]
+            if not compiled:  # (differences of two clocks: noise may not make them more than a part)
+                narrow, wide = seconds[-2:]
+                del seconds[-2:]
+                last = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
+                report = [min(max(narrow - seconds[-len(widths)], last), 0.3 * narrow), last]
             kept = {"catch_up": catch_up, "report": report, **Auto(candidates, seconds, decoder.draft.depths).habits()}
             write_costs(key, kept)
-        return Pilot(decoder, Auto(candidates, kept["seconds"], decoder.draft.depths, kept), kept["catch_up"], kept["report"], key)
+        return Pilot(decoder, candidates, kept, key)
 
 
 # What a round costs here
@@ -301,11 +341,11 @@ def read_costs(key: dict) -> Optional[dict]:
     """Seconds of each round and of catching up, and habits; None where the file is absent, damaged or another key's."""
     try:
         kept = json.loads(cost_file(key).read_text())
-        D, W = len(kept["accepted"]), len(key["rounds"]) - (not key["compiled"])
-        numbers = [kept["catch_up"], kept["report"], *kept["seconds"], *kept["accepted"], *kept["expected"], *(m for row in kept["mass"] for m in row)]
-        sound = (kept["key"] == key and len(kept["seconds"]) == W and len(kept["expected"]) == D and all(len(row) == D for row in kept["mass"])
-                 and len(kept["mass"]) == 1 + sum(r[0] == "ddtree" for r in key["rounds"][:W]) and all(isinstance(x, float) and 0 <= x < math.inf for x in numbers)
-                 and min(kept["seconds"] + kept["accepted"] + kept["expected"]) > 0)
+        D, W = len(kept["accepted"]), len(key["rounds"]) - 2 * (not key["compiled"])
+        numbers = [kept["catch_up"], *kept["report"], *kept["seconds"], *kept["accepted"], *kept["expected"], *kept["weight"], *(m for row in kept["mass"] for m in row)]
+        sound = (kept["key"] == key and len(kept["seconds"]) == W and len(kept["report"]) == 2 and len(kept["expected"]) == D and all(len(row) == D for row in kept["mass"])
+                 and len(kept["mass"]) == len(kept["weight"]) == 1 + sum(r[0] == "ddtree" for r in key["rounds"][:W])
+                 and all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(kept["seconds"] + kept["accepted"] + kept["expected"] + kept["weight"]) > 0)
         return kept if sound else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

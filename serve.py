@@ -5,9 +5,11 @@ runs the round, and hands out what each row emitted. `generate.py` gives it as m
 
 Shapes: B slots, R rows whose prompts are read together, T tokens of a chunk.
 """
+import itertools
 import math
 import time
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Callable, Iterable, Iterator, NamedTuple, Optional
 
 import torch
@@ -85,7 +87,8 @@ class Row:
 
 class State(NamedTuple):
     """What the plan of the next round may be chosen from."""
-    rows: int                   # how many decode
+    rows: dict                  # slot -> (request number, tokens it may still emit) of those that decode
+    more: bool                  # whether requests may wait for a slot
     span: int                   # cache slots the round will attend
     plan: Optional[Plan]        # of the last round; None before the first
     packed: list                # what the last round gave, as `Decoder.step` read it back
@@ -156,8 +159,15 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
     of prompts read while nothing decodes. UserError on a prompt that the slots cannot hold."""
     B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), Usage() if usage is None else usage
-    queue, rows, resting, state = enumerate(requests), [None] * B, set(), State(0, 0, None, [], 0.0)
-    usage.slots = B
+    queue, numbers, rows, resting, state = iter(requests), itertools.count(), [None] * B, set(), State({}, True, 0, None, [], 0.0)
+    usage.slots, more = B, True
+
+    def take() -> tuple:
+        """The next request and its number; None where there is none."""
+        nonlocal more
+        request = next(queue, None)
+        more = request is not None and length_hint(queue, 1) > 0  # (lists tell how many are left)
+        return next(numbers), request
 
     def leave(slot: int, finish: str) -> None:
         if finish != "length":  # stops and cancellations are the host's business; a row at its limit rests by itself
@@ -188,10 +198,10 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             yield Event(number, [], 0, "cancelled", False)
         fresh = []
         for slot in [s for s in range(B) if rows[s] is None]:
-            number, request = next(queue, (0, None))
+            number, request = take()
             while request is not None and agree(request.cancelled, shared):
                 yield Event(number, [], 0, "cancelled", False)
-                number, request = next(queue, (0, None))
+                number, request = take()
             if request is None:
                 break
             check_prompt(request.tokens, f"prompt {number}", decoder.slots, decoder.target.config.vocab_size)
@@ -220,12 +230,13 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
         span = span_for(max(rows[s].total for s in decoding), decoder.slots, decoder.least_span)
         turn = plan
         if choose is not None:
-            turn = agree(choose(state._replace(rows=len(decoding), span=span)), shared)._replace(sampled=plan.sampled, filtered=plan.filtered)
+            here = {s: (rows[s].number, rows[s].limit - rows[s].total) for s in decoding}
+            turn = agree(choose(state._replace(rows=here, more=more, span=span)), shared)._replace(sampled=plan.sampled, filtered=plan.filtered)
         if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
             turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
         began = time.perf_counter()
         packed = decoder.step(turn, span)
-        state = State(len(decoding), span, turn, packed, time.perf_counter() - began)
+        state = state._replace(plan=turn, packed=packed, seconds=time.perf_counter() - began)
         usage.rounds, usage.rows = usage.rounds + 1, usage.rows + len(decoding)
         for slot in decoding:
             count, *tokens = packed[slot]

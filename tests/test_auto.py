@@ -133,7 +133,7 @@ def test_mode_auto_writes_what_ar_writes(settings, monkeypatch):
     draft = tiny.drafter(target)
     draft.tell([p + r.tokens for p, r in zip(prompts, plain)])
     rng = random.Random(0)
-    monkeypatch.setattr(Auto, "choose", lambda self: rng.randrange(len(self.candidates)))
+    monkeypatch.setattr(Auto, "choose", lambda self, left: rng.randrange(len(self.candidates)))
     monkeypatch.setattr(serve, "RING", 3)
     assert tokens_of(decode(target, draft, prompts, "auto", max_new_tokens=40, **settings)) == tokens_of(plain)
 
@@ -209,14 +209,17 @@ class World:
             i, r = self.auto.choose(), self.random
             noisy = self.seconds[i] * math.exp(r.gauss(0, 0.1)) * (3 if r.random() < 0.02 else 1)
             if i == 0 or self.auto.settled():
-                self.auto.learn(i, self.rows)
+                self.auto.learn(i, dict.fromkeys(range(self.rows), 0))
             else:
                 reached, expected, k = [0] * D, [[0.0] * D for _ in self.odds], self.auto.row(i)
-                for _ in range(self.rows):
+                drafts = {}
+                for row in range(self.rows):
                     u, sure = r.random(), math.exp(r.gauss(0, 0.4))
+                    drafts[row] = sum(u < p for p in self.odds[k])
                     reached = [a + (u < p) for a, p in zip(reached, self.odds[k])]
                     expected = [[a + min(1.0, p * self.trust ** (d + 1) * sure) for d, (a, p) in enumerate(zip(*rows))] for rows in zip(expected, self.odds)]
-                self.auto.learn(i, self.rows, reached, expected if k < len(WIDTHS) else expected[-1:])
+                told = expected[:len(self.auto.told)] * (k < len(WIDTHS)) + expected[-1:]
+                self.auto.learn(i, drafts, reached, told)
             self.auto.time(i, noisy, self.auto.run)
             tokens, seconds = tokens + self.rate(i) * self.seconds[i], seconds + self.seconds[i]
             self.chosen.append(self.auto.current)
@@ -228,9 +231,8 @@ class World:
 def test_nearly_the_best_fixed_mode_and_never_much_below_plain_decode(name, q, rows, trust):
     world = World(WORLDS[name], workload(q), rows, trust=trust)
     got = world.run(1000)
-    less = 0.02 * (trust != 1)  # while a miscalibrated drafter is corrected
-    assert got >= (0.95 - less) * world.best()
-    assert got >= (0.97 - less) * world.rate(0)
+    assert got >= (0.95 if trust == 1 else 0.94) * world.best()  # while a miscalibrated drafter is corrected
+    assert got >= 0.97 * world.rate(0)
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -245,10 +247,54 @@ def test_another_workload_is_met_within_50_rounds(name, before, after, rows):
         assert world.run(20) >= 0.9 * world.best()
 
 
+def finish(seconds: list, odds: list, r: random.Random, auto=None, fixed: int = 0, tokens: int = 128) -> float:
+    """Seconds until the last of a batch has its tokens. odds: of each row, as `workload` gives them. auto picks, or `fixed` is all there is."""
+    left, took = dict.fromkeys(range(len(odds)), tokens), 0.0
+    while left:
+        i = auto.choose(left) if auto else fixed
+        k, took = len(WIDTHS) if i == 1 else i - 2, took + seconds[i]
+        u = {row: r.random() for row in left}
+        drafts = {row: sum(u[row] < p for p in odds[row][k]) if i else 0 for row in left}
+        if auto:
+            told, expected = i > 0 and not auto.settled(), None
+            if told:
+                expected = [[sum(odds[row][w][d] for row in left) for d in range(D)] for w in ([] if i == 1 else range(len(auto.told)))]
+                expected.append([sum(odds[row][-1][d] for row in left) for d in range(D)])
+            auto.learn(i, drafts, [sum(n > d for n in drafts.values()) for d in range(D)] if told else None, expected)
+            auto.time(i, seconds[i] * math.exp(r.gauss(0, 0.05)), auto.run)
+        left = {row: n - drafts[row] - 1 for row, n in left.items() if n > drafts[row] + 1}
+    return took
+
+
+@pytest.mark.parametrize("low, high", [(0.1, 0.3), (0.2, 0.9), (0.6, 0.9)])
+@pytest.mark.parametrize("name", ["a CPU, 16 rows", "experts"])
+def test_a_batch_without_refill_ends_with_its_slowest_row(name, low, high):
+    """Sixteen texts, some easier to draft than others: a mean row's tokens per second would pick what the slowest loses by."""
+    seconds, r, habits = WORLDS[name], random.Random(0), None
+    took, fixed = 0.0, [0.0] * len(seconds)
+    for n in range(12):
+        odds = [workload(low + (high - low) * r.random()) for _ in range(16)]
+        auto = Auto(candidates_for(D, WIDTHS), seconds, D, habits)
+        took += finish(seconds, odds, r, auto) * (n > 1)  # the first two teach
+        habits = auto.habits()
+        fixed = [f + finish(seconds, odds, r, fixed=i) * (n > 1) for i, f in enumerate(fixed)]
+    assert took <= min(fixed) / 0.95  # (plain decode is one of them)
+
+
+def test_what_cannot_win_is_not_tried():
+    """64 drafts at 20 times plain decode lose though all seven depths were accepted; reports end before it, and nobody else is dropped."""
+    world = World([1, 2.9, 1.4, 2.2, 3.0, 4.3, 6.5, 20], workload(0.9), 16)
+    assert len(world.auto.possible) == 7 and world.auto.told == WIDTHS[:-1]
+    world.run(500)
+    assert not world.auto.rounds[-1] and world.auto.rounds[world.auto.current] > 300
+    few = Auto(candidates_for(D, WIDTHS), [1.0] + [30.0] * 7, D)
+    assert few.possible == [0] and few.told == WIDTHS[:1] and [few.choose() for _ in range(3)] == [0] * 3
+
+
 def test_the_scan_does_not_stop_at_the_first_loss():
     """Experts: the first widths cost more than they bring, a wide one brings more than it costs."""
-    assert pick([1.0, 1.5, 2.0, 2.4, 5.0], [1.0, 1.8, 2.4, 2.9, 3.0]) == 4
-    assert pick([1.0, 2.0], [1.0, 2.0]) == 0  # the earlier among equals
+    assert pick({0: 1.0, 1: 1.5 / 1.8, 2: 2.0 / 2.4, 3: 2.4 / 2.9, 4: 5.0 / 3.0}) == 4
+    assert pick({0: 1.0, 1: 1.0}) == 0  # the earlier among equals
 
 
 def test_one_disturbed_round_changes_nothing_and_a_slower_machine_is_not_a_worse_mode():
