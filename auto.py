@@ -225,13 +225,15 @@ class Pilot:
         """kept: what `start` measured, or read. key: of the file that keeps what is learnt."""
         self.decoder, self.kept, self.key = decoder, kept, key
         self.auto = Auto(candidates, kept["seconds"], decoder.draft.depths, kept, kept["report"][0])
-        self.calls, self.span, self.followed, self.rows = {}, 0, False, {}
+        self.calls, self.span, self.followed, self.rows = {}, 0, 0.0, {}
 
     def __call__(self, state) -> Plan:
         if state.plan is not None:
             self.hear(state)
         plan = self.auto.candidates[self.auto.choose({} if state.more else {number: left for number, left in state.rows.values()})]
-        self.span, self.followed, self.rows = state.span, plan.mode != "ar" and self.decoder.waiting > 0, state.rows
+        waiting, ring = self.decoder.waiting, self.decoder.ring
+        self.followed = 0.0 if plan.mode == "ar" and waiting < ring else 1.0 if self.decoder.compiled and waiting else waiting / ring
+        self.span, self.rows = state.span, state.rows
         if self.decoder.compiled is None and plan.mode != "ar":  # eagerly, a report costs as much as a few nodes
             return plan._replace(ladder=() if self.auto.settled() else self.auto.told)
         return plan
@@ -291,8 +293,7 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
                 continue
             report = [0.0, 0.0]
             if not compiled:  # (differences of two clocks: noise may not make them more than a part)
-                narrow, wide = seconds[-2:]
-                del seconds[-2:]
+                *seconds, narrow, wide = seconds
                 last = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
                 report = [min(max(narrow - seconds[-len(widths)], last), 0.3 * narrow), last]
             kept = {"catch_up": catch_up, "report": report, **Auto(candidates, seconds, decoder.draft.depths).habits()}
@@ -379,7 +380,7 @@ def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: in
     for n in range(warm + repeats):
         if agree(n >= warm + 5 and now(device) > end or n >= warm + 2 and now(device) > end + patience, decoder.target.vocab is not None):
             break
-        decoder.waiting = 0
+        decoder.waiting = decoder.ring  # all it can hold
         for call, kept in zip(calls, times):
             began = now(device)
             call()

@@ -187,8 +187,8 @@ class Decoder(nn.Module):
         return self._run(0, self.round, plan, span).tolist()
 
     def follow(self) -> None:
-        """`catch_up`, now."""
-        self._run(2, self.catch_up)
+        """`catch_up`, now: of as many taps as wait, or, compiled, in the one shape of all."""
+        self._run(2, self.catch_up, *([] if self.compiled else [self.waiting]))
         self.waiting = 0
 
     def feed(self, *chunk) -> list:
@@ -362,7 +362,7 @@ class Decoder(nn.Module):
             self.length.index_add_(0, rows, count)
 
     @torch.no_grad()
-    def catch_up(self) -> None:
-        """Grafts the taps that wait: the drafter's context is as long as the target's again."""
-        self.draft.graft(self.waiting_taps[:, :-1], self.length - self.pending, self.pending)
+    def catch_up(self, taps: Optional[int] = None) -> None:
+        """Grafts the taps that wait, at most `taps` of a row (None: the ring): the drafter's context is as long as the target's again."""
+        self.draft.graft(self.waiting_taps[:, :self.ring if taps is None else taps], self.length - self.pending, self.pending)
         self.pending.zero_()

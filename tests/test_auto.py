@@ -96,7 +96,7 @@ def test_whatever_a_round_does_the_text_is_that_of_ar(seed, temperature):
     assert out == texts
     assert 1 < waited <= 5
     decoder.holds(texts, 1e-9)
-    decoder.catch_up()
+    decoder.follow()
     decoder.holds(texts, 1e-9)
 
 
