@@ -44,7 +44,7 @@ SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so
 REST, REST_AR = 32, 16      # rounds before a candidate is probed again, and before plain decode asks again
 KNOWN, GUESSED = 5.0, 1.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = {"dflash": 0.25, "ddtree": 0.18}  # the slowest of n rows drafts about n^-this of the mean: bundled pair, other texts than bench/
-LIKENESS = 32.0             # drafts of a row that weigh as much against that as the rule itself
+LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
 
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
@@ -194,9 +194,8 @@ class Auto:
             self.expected[d] = self.expected[d] * keep + told[d]
 
     def habits(self) -> dict:
-        """What another text on this machine may begin with. Seconds are relative: the machine's pace is not in them."""
-        return {"seconds": [s * math.exp(own) for s, own in zip(self.seconds, self.own)], "mass": self.mass, "accepted": self.accepted,
-                "expected": self.expected, "weight": self.weight}
+        """What another text with this pair may begin with, in any batch."""
+        return {"mass": self.mass, "accepted": self.accepted, "expected": self.expected, "weight": self.weight}
 
     # What the user hears
 
@@ -221,10 +220,10 @@ class Pilot:
     """Called by `serve` with the State before every round: hears what the last one showed, and returns the next one's Plan. Where
     ranks share the models each has one, and what rank 0's says is done."""
 
-    def __init__(self, decoder: Decoder, candidates: list, kept: dict, key: dict):
-        """kept: what `start` measured, or read. key: of the file that keeps what is learnt."""
-        self.decoder, self.kept, self.key = decoder, kept, key
-        self.auto = Auto(candidates, kept["seconds"], decoder.draft.depths, kept, kept["report"][0])
+    def __init__(self, decoder: Decoder, candidates: list, key: dict, kept: dict, habits: Optional[dict]):
+        """key: of the files that keep what is learnt. kept: what `start` measured, or read. habits: of earlier texts."""
+        self.decoder, self.key, self.kept = decoder, key, kept
+        self.auto = Auto(candidates, kept["seconds"], decoder.draft.depths, habits, kept["report"][0])
         self.calls, self.span, self.followed, self.rows = {}, 0, 0.0, {}
 
     def __call__(self, state) -> Plan:
@@ -245,7 +244,7 @@ class Pilot:
         told = state.packed[B:]  # nothing after plain decode, or a quiet round
         # the first two calls of a graph compile and record it
         seconds = None if self.decoder.compiled and calls <= 2 else max(
-            state.seconds - self.kept["catch_up"] * self.followed - self.report(plan) * bool(told), 0.1 * state.seconds)
+            state.seconds - self.kept["catch_up"][0] * self.followed - self.report(plan) * bool(told), 0.1 * state.seconds)
         expected = [[m / ODDS for m in row[:D]] for row in told[:-1]] or None
         self.auto.learn(i, {number: state.packed[slot][0] - 1 for slot, (number, _) in self.rows.items()}, told[-1][:D] if told else None, expected)
         self.auto.time(i, seconds, self.auto.run)
@@ -259,7 +258,8 @@ class Pilot:
     def keep(self) -> None:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
         if sum(self.auto.rounds) > 1:
-            write_costs(self.key, {**self.kept, **self.auto.habits()})
+            write_costs(self.key, {**self.kept, "seconds": [s * math.exp(own) for s, own in zip(self.auto.seconds, self.auto.own)]})
+            write_costs(gains_key(self.key), self.auto.habits())
 
 
 def ladder(budget: Optional[int], compiled: bool) -> tuple:
@@ -296,9 +296,9 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
                 *seconds, narrow, wide = seconds
                 last = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
                 report = [min(max(narrow - seconds[-len(widths)], last), 0.3 * narrow), last]
-            kept = {"catch_up": catch_up, "report": report, **Auto(candidates, seconds, decoder.draft.depths).habits()}
+            kept = {"seconds": seconds, "catch_up": [catch_up], "report": report}
             write_costs(key, kept)
-        return Pilot(decoder, candidates, kept, key)
+        return Pilot(decoder, candidates, key, kept, agree(read_costs(gains_key(key)), decoder.target.vocab is not None))
 
 
 # What a round costs here
@@ -322,7 +322,7 @@ def fingerprint(decoder: Decoder) -> str:
 def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
     """All that the seconds of rounds depend on, and what they win."""
     target, draft, here = decoder.target, decoder.draft, Path(__file__).parent
-    source = hashlib.sha256(b"".join((here / f).read_bytes() for f in ("model.py", "draft.py", "ddtree.py", "verify.py")))
+    source = hashlib.sha256(b"".join((here / f).read_bytes() for f in ("auto.py", "model.py", "draft.py", "ddtree.py", "verify.py")))
     device = target.norm.weight.device
     parts = [list(p.shape) for p in target.layers[-1].parameters()]  # tell how ranks share the model
     return {"target": repr(target.config), "parts": parts, "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(),
@@ -332,23 +332,26 @@ def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
             "compiled": decoder.compiled is not None, "batch": len(decoder.root), "span": span, "rounds": [list(map(str, t)) for t in turns]}
 
 
+def gains_key(key: dict) -> dict:
+    """What a drafter wins depends neither on the batch nor on the context's bucket: a text begins with what those of other sizes taught."""
+    return {**key, "batch": 0, "span": 0}
+
+
 def cost_file(key: dict) -> Path:
     """Under the user's cache folder (XDG_CACHE_HOME, or ~/.cache): one small file per key."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "nanograft" / f"rounds-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
+    return Path(root) / "nanograft" / f"{'rounds' if key['batch'] else 'gains'}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
 
 
 def read_costs(key: dict) -> Optional[dict]:
-    """Seconds of each round and of catching up, and habits; None where the file is absent, damaged or another key's."""
+    """What `write_costs` kept, lists of numbers; None where the file is absent, damaged or another key's."""
     try:
         kept = json.loads(cost_file(key).read_text())
-        D, W = len(kept["accepted"]), len(key["rounds"]) - 2 * (not key["compiled"])
-        numbers = [kept["catch_up"], *kept["report"], *kept["seconds"], *kept["accepted"], *kept["expected"], *kept["weight"], *(m for row in kept["mass"] for m in row)]
-        sound = (kept["key"] == key and len(kept["seconds"]) == W and len(kept["report"]) == 2 and len(kept["expected"]) == D and all(len(row) == D for row in kept["mass"])
-                 and len(kept["mass"]) == len(kept["weight"]) == 1 + sum(r[0] == "ddtree" for r in key["rounds"][:W])
-                 and all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(kept["seconds"] + kept["accepted"] + kept["expected"] + kept["weight"]) > 0)
-        return kept if sound else None
-    except (OSError, ValueError, KeyError, TypeError):
+        ours = kept.pop("key") == key
+        numbers = [x for row in kept.values() for x in (sum(row, []) if isinstance(row[0], list) else row)]
+        sound = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(kept.get("seconds", []) + kept.get("expected", []) + kept.get("weight", [])) > 0
+        return kept if ours and sound else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
 

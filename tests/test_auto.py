@@ -331,11 +331,11 @@ def test_costs_are_measured_once_and_kept(tmp_path, monkeypatch):
         generate.generate(target, draft, [[1, 2, 3]], max_new_tokens=6, progress=told.append, **settings)
         return sum("measuring" in t for t in told)
     assert run() == 1 and run() == 1
-    file, = (tmp_path / "nanograft").iterdir()
+    file, = (tmp_path / "nanograft").glob("rounds-*")
     assert len(json.loads(file.read_text())["seconds"]) == 2 + len(WIDTHS)
     assert run(temperature=1.0) == 2                                    # sampling costs: another file
     file.write_text(file.read_text()[:-30])                              # damaged
-    assert run() == 3 and json.loads(file.read_text())["catch_up"] > 0
+    assert run() == 3 and json.loads(file.read_text())["catch_up"][0] > 0
     kept = json.loads(file.read_text())
     file.write_text(json.dumps({**kept, "seconds": kept["seconds"][:-1] + [-1.0]}))
     assert run() == 4
@@ -349,16 +349,17 @@ def test_what_a_text_taught_the_next_one_begins_with(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "measure", lambda decoder, turns, *a, **k: [1.0] * (len(turns) + 1))
     target, draft = pair()
     autos, began = [], []
-    def run():
+    def run(prompts=[[1, 2, 3]]):
         def begins(controller):
             autos.append(controller)
             began.append(json.loads(json.dumps(controller.habits())))  # before its first round
-        generate.generate(target, draft, [[1, 2, 3]], max_new_tokens=40, controller=begins)
+        generate.generate(target, draft, prompts, max_new_tokens=40, controller=begins)
     run()
     learnt = json.loads(json.dumps(autos[0].habits()))
-    run()
+    run([[1] * 90] * 2)  # in another batch and bucket, too
     assert learnt["mass"] != began[0]["mass"] and learnt["accepted"] != began[0]["accepted"]
     assert all(began[1][kind] == learnt[kind] for kind in ("mass", "accepted", "expected"))
+    assert all(b == min(l, auto.KNOWN) for b, l in zip(began[1]["weight"], learnt["weight"])) and max(learnt["weight"]) > auto.GUESSED
     with torch.no_grad():
         draft.fc.weight.mul_(1.5)  # trained on: nothing is known of it
     run()
@@ -371,9 +372,9 @@ def test_a_file_that_cannot_be_kept_leaves_nothing_behind(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
     with monkeypatch.context() as m:
         m.setattr(auto.os, "replace", fails)
-        auto.write_costs({"k": 1}, {})
+        auto.write_costs({"batch": 1}, {})
     assert not list((tmp_path / "nanograft").iterdir())
-    auto.write_costs({"k": 1}, {})
+    auto.write_costs({"batch": 1}, {})
     assert [p.suffix for p in (tmp_path / "nanograft").iterdir()] == [".json"]
 
 
