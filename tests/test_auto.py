@@ -149,15 +149,26 @@ def test_mode_auto_without_a_drafter_is_plain_decode():
 COSTS = {"ar": 8.0, "dflash": 15.6, "ddtree 1": 14.2, "ddtree 4": 15.0, "ddtree 8": 16.3, "ddtree 16": 18.0, "ddtree 32": 21.0, "ddtree 64": 26.5}
 
 
+def cost(plan: Plan) -> float:
+    """Seconds; a report takes some, and more where a wider tree must be built for it."""
+    wider = (plan.ladder[-1] - plan.budget) / 64 if plan.ladder and plan.mode == "ddtree" else 0
+    return (COSTS[plan.name] + (0.5 + 4 * wider) * bool(plan.ladder and plan.mode != "ar")) * 1e-3
+
+
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_drafter_that_knows_is_used_and_one_that_does_not_rests(knows, monkeypatch):
-    clock, step = [0.0], Decoder.step
+    """And neither reports nor catching up are mistaken for what rounds cost."""
+    clock, step, follow = [0.0], Decoder.step, Decoder.follow
     def timed(self, plan, span):
-        clock[0] += COSTS[plan.name] * 1e-3
+        clock[0] += cost(plan)
         return step(self, plan, span)
+    def followed(self):
+        clock[0] += 3e-3 * self.waiting / self.ring
+        return follow(self)
     monkeypatch.setattr(Decoder, "step", timed)
+    monkeypatch.setattr(Decoder, "follow", followed)
     monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(auto, "measure", lambda decoder, turns, *a, **k: [COSTS[t.name] * 1e-3 for t in turns] + [1e-3])
+    monkeypatch.setattr(auto, "measure", lambda decoder, turns, *a, **k: [cost(t) for t in turns] + [3e-3])
     monkeypatch.setattr(auto, "read_costs", lambda key: None)
     target, prompt = tiny.golden("kimi_k2"), tiny.prompts(256, 5)
     plain = generate.generate(target, None, prompt, "ar", max_new_tokens=150)
@@ -170,6 +181,7 @@ def test_a_drafter_that_knows_is_used_and_one_that_does_not_rests(knows, monkeyp
     assert r.modes.count("ar") - heard[0].rounds[0] in (0, 1)  # the last round is not heard any more
     assert r.modes.count("ar") <= 0.2 * len(r.modes) if knows else r.modes.count("ar") >= 0.8 * len(r.modes)
     assert ("ar gives 1.00 tokens in" in heard[0].why()) and heard[0].why().startswith("ar") is not knows
+    assert max(map(abs, heard[0].own)) < 0.01 and sum(n > 0 for n in heard[0].rounds) > 2
 
 
 # The controller, with a world of its own: what rounds cost, what a drafter expects, what is accepted
