@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from draft import DraftConfig, Drafter
-from model import Attention, Config, Experts, MoE, Transformer
+from model import FFN, Attention, Config, Experts, MoE, Transformer
 from quant import BLOCK, GROUP, WORD, PackedExperts, dequantize_fp8
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -288,6 +288,17 @@ def placed(model: nn.Module, stored) -> Iterator[Slot]:
         if isinstance(m, Attention):  # kv_b_proj is (H, nope + v, C), per head the key's rows first
             ((first, _, _), (H, _, C)), rows = share(m, "w_uk"), m.w_uk.shape[1] + m.w_uv.shape[1]
             yield Slot(f"{at}kv_b_proj.weight", (m.w_uk, m.w_uv), 1, at=(first * rows, 0), whole=(H * rows, C))
+            q, kv = m.w_a.split((m.c.q_lora_rank or 0, m.c.latent_dim))
+            if m.c.q_lora_rank:
+                yield Slot(f"{at}q_a_proj.weight", (q,), at=(0, 0), whole=tuple(q.shape))
+            yield Slot(f"{at}kv_a_proj_with_mqa.weight", (kv,), at=(0, 0), whole=tuple(kv.shape))
+            offset, whole = share(m, "w_q")
+            yield Slot(f"{at}q_{'b_' if m.c.q_lora_rank else ''}proj.weight", (m.w_q,), at=offset, whole=whole)
+        elif isinstance(m, FFN):
+            ((_, i), (h, I)), (gate, up) = share(m, "down"), m.gate_up.chunk(2)
+            yield Slot(f"{at}gate_proj.weight", (gate,), at=(i, 0), whole=(I, h))
+            yield Slot(f"{at}up_proj.weight", (up,), at=(i, 0), whole=(I, h))
+            yield Slot(f"{at}down_proj.weight", (m.down,), at=(0, i), whole=(h, I))
         elif isinstance(m, Experts):
             (first, _, i), (E, h, I) = share(m, "down")
             if f"{at}gate_up_proj" in stored:                                         # (E, 2I, h), and of a rank two pieces of it

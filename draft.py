@@ -91,8 +91,9 @@ class DraftConfig:
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = upcast(x).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    """Rotates (x[i], x[i + d/2]) of the last dim d. cos (…, d): its halves are equal; sin likewise, the first half negated."""
+    wide = upcast(x)
+    return torch.addcmul(wide * cos, wide.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
 
 class DraftAttention(nn.Module):
@@ -108,21 +109,24 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.eps)
 
     def forward(self, x: Tensor, kv_weight: Tensor, k: Tensor, v: Tensor, rope: tuple, bias: Tensor) -> Tensor:
-        """x (B, M, b, h); kv_weight (2, G*d, h); k, v (B, S, G, d); bias (B, 1, M, b, 1, S+b) -> (B, M, b, h)."""
-        c, (_, M, b, _) = self.c, x.shape
-        S, G = k.shape[1:3]
-        own_k, own_v = (x @ kv_weight.flatten(0, 1).T).unflatten(-1, (2, G, c.head_dim)).unbind(3)       # (B, M, b, G, d)
-        own_k = rotate_halves(self.k_norm(own_k), *rope).permute(0, 3, 1, 2, 4)                          # (B, G, M, b, d)
-        own_v = own_v.permute(0, 3, 1, 2, 4)
-        q = rotate_halves(self.q_norm(self.q_proj(x).unflatten(-1, (-1, c.head_dim))), *rope) * c.head_dim ** -0.5
-        q = q.unflatten(3, (G, -1)).permute(0, 3, 1, 2, 4, 5)                                            # (B, G, M, b, g, d)
-        to_context = (q.flatten(2, 4) @ k.permute(0, 2, 3, 1)).unflatten(2, (M, b, -1))                  # (B, G, M, b, g, S)
-        to_block = (q.flatten(3, 4) @ own_k.mT).unflatten(3, (b, -1))                                    # (B, G, M, b, g, b)
-        scores = upcast(torch.cat((to_context, to_block), -1))
-        p = (scores + bias).softmax(-1).to(x.dtype)
-        out = (p[..., :S].flatten(2, 4) @ v.transpose(1, 2)).unflatten(2, (M, b, -1))                    # (B, G, M, b, g, d)
-        out = out + (p[..., S:].flatten(3, 4) @ own_v).unflatten(3, (b, -1))
-        return self.o_proj(out.permute(0, 2, 3, 1, 4, 5).flatten(3))
+        """x (B, M, b, h); kv_weight (2, G*d, h); k, v (B, S, G, d); rope of B*M*b positions; bias (B, 1, M, b, 1, S+b) -> (B, M, b, h)."""
+        d, (B, M, b, h), (S, G) = self.c.head_dim, x.shape, k.shape[1:3]
+        x = x.view(-1, h)
+        own_k, own_v = F.linear(x, kv_weight.flatten(0, 1)).view(-1, 2, G, d).unbind(1)                  # (B*M*b, G, d)
+        own_k = rotate_halves(self.k_norm(own_k), *rope)
+        own_k, own_v = (t.view(B, M, b, G, d).permute(0, 3, 1, 2, 4).reshape(-1, b, d) for t in (own_k, own_v))  # (B*G*M, b, d)
+        q = rotate_halves(self.q_norm(self.q_proj(x).view(B * M * b, -1, d)), *rope)                     # (B*M*b, H, d)
+        q = q.view(B, M * b, G, -1, d).transpose(1, 2).reshape(B * G, -1, d)                             # (B*G, M*b*g, d)
+        k, v = (t.transpose(1, 2).flatten(0, 1) for t in (k, v))                                         # (B*G, S, d): no copy of a cache
+        # (bmm for the reason given in model.Attention)
+        to_context = torch.bmm(q, k.transpose(1, 2)).view(B, G, M, b, -1, S)
+        to_block = torch.bmm(q.view(B * G * M, -1, d), own_k.transpose(1, 2)).view(B, G, M, b, -1, b)
+        scores = upcast(torch.cat((to_context, to_block), -1))                                           # (B, G, M, b, g, S+b)
+        p_context, p_block = torch.add(bias, scores, alpha=d ** -0.5).softmax(-1).type_as(x).split_with_sizes((S, b), -1)
+        out = torch.bmm(p_block.reshape(B * G * M, -1, b), own_v).view(B * G, -1, d)
+        out = torch.baddbmm(out, p_context.view(B * G, -1, S), v)                                        # (B*G, M*b*g, d)
+        out = out.view(B, G, M * b, -1, d).transpose(1, 2).reshape(B * M * b, -1)
+        return self.o_proj(out).view(B, M, b, h)
 
 
 class DraftLayer(nn.Module):
@@ -233,22 +237,22 @@ class Drafter(nn.Module):
     def setup_cache(self, batch: int, slots: int) -> None:
         """K/V for `batch` sequences of `slots` tokens, and one slot more that takes what is not committed."""
         c, w = self.config, self.norm.weight
-        shape = (c.num_layers, batch, slots + 1, self.kv_heads, c.head_dim)
-        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=w.dtype, device=w.device) for _ in range(2))
+        shape = (c.num_layers, batch, self.kv_heads, slots + 1, c.head_dim)  # in memory a head's slots are neighbours: attention wants them so
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=w.dtype, device=w.device).transpose(2, 3) for _ in range(2))
 
     def rope(self, positions: Tensor) -> tuple:
-        """cos, sin that broadcast over a heads axis after the positions'."""
-        return tuple(t.unsqueeze(-2) for t in cos_sin(self.frequencies, positions, self.config.rope.amplitude))
+        """cos and sin as `rotate_halves` wants them, the same for all heads: positions in any shape, T in all -> (T, 1, d)."""
+        cos, sin = cos_sin(self.frequencies, positions.reshape(-1, 1), self.config.rope.amplitude)       # (T, 1, d/2)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def context(self, taps: Tensor, positions: Tensor) -> tuple:
         """taps (B, T, n*h) of tokens at positions (B, T) -> K, V (L, B, T, G, d) of every layer, in one product.
         They come from hidden_norm(fc(taps)) and never pass a layer's input norm."""
-        c = self.config
+        c, (B, T, _) = self.config, taps.shape
         x = self.hidden_norm(self.fc(taps))
-        kv = (x @ self.kv_proj.flatten(0, 2).T).unflatten(-1, (c.num_layers, 2, self.kv_heads, c.head_dim))
-        k, v = kv.permute(2, 3, 0, 1, 4, 5).unbind(1)                                                    # (L, B, T, G, d)
-        k = torch.stack([layer.self_attn.k_norm(k[i]) for i, layer in enumerate(self.layers)])
-        return rotate_halves(k, *self.rope(positions)), v
+        k, v = F.linear(x, self.kv_proj.flatten(0, 2)).view(B * T, c.num_layers, 2, self.kv_heads, c.head_dim).unbind(2)  # (B*T, L, G, d)
+        k = torch.stack([layer.self_attn.k_norm(k[:, i]) for i, layer in enumerate(self.layers)])                         # (L, B*T, G, d)
+        return rotate_halves(k, *self.rope(positions)).unflatten(1, (B, T)), v.transpose(0, 1).unflatten(1, (B, T))
 
     def graft(self, taps: Tensor, length: Tensor, count: Optional[Tensor] = None, rows: Optional[Tensor] = None) -> None:
         """Writes the K/V of tokens at positions length … length+T-1 from their taps (B, T, n*h). Of row b only the

@@ -177,9 +177,12 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype in (torch.float32, torch.float64) and x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+        wide, n = upcast(x), x.shape[-1]
+        if x.is_cpu and not torch.compiler.is_compiling():  # one kernel for six: (x, -x) has mean 0, and the variance that is wanted
+            y = F.layer_norm(torch.cat((wide, wide.neg()), -1), (2 * n,), None, None, self.eps).narrow(-1, 0, n)
+        else:
+            y = F.rms_norm(wide, (n,), None, self.eps)
+        return (y if wide is x else y.to(x.dtype)) * self.weight
 
 
 def cos_sin(frequencies: Tensor, positions: Tensor, amplitude: float) -> tuple:
@@ -189,10 +192,9 @@ def cos_sin(frequencies: Tensor, positions: Tensor, amplitude: float) -> tuple:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates (x0, x1), (x2, x3), … (..., R). Results leave in half-split order, for queries and keys alike, so that
-    scores are unchanged and nothing has to be interleaved again."""
-    a, b = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+    """Rotates (x0, x1), (x2, x3), … (..., R) in place of each other. cos (..., R): each value twice; sin the same, the first of a pair negated."""
+    wide = upcast(x)
+    return torch.addcmul(wide * cos, wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), sin).type_as(x)
 
 
 class Attention(nn.Module):
@@ -202,66 +204,71 @@ class Attention(nn.Module):
         super().__init__()
         self.c = c
         head = c.nope_dim + c.rope_dim
-        if c.q_lora_rank:
-            self.q_a_proj = nn.Linear(c.hidden_size, c.q_lora_rank, bias=False)
-            self.q_a_layernorm = RMSNorm(c.q_lora_rank, 1e-6)  # 1e-6 in every model, whatever rms_norm_eps says
-            self.q_b_proj = nn.Linear(c.q_lora_rank, c.num_heads * head, bias=False)
-        else:
-            self.q_proj = nn.Linear(c.hidden_size, c.num_heads * head, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(c.hidden_size, c.latent_dim, bias=False)
+        # what is low in rank, in one product: the query (where it is), the latent and the rope key
+        self.w_a = nn.Parameter(torch.empty((c.q_lora_rank or 0) + c.latent_dim, c.hidden_size))
+        self.q_a_layernorm = RMSNorm(c.q_lora_rank, 1e-6) if c.q_lora_rank else None  # 1e-6 in every model, whatever rms_norm_eps says
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, 1e-6)
+        self.w_q = nn.Parameter(torch.empty(c.num_heads * head, c.q_lora_rank or c.hidden_size))
         self.w_uk = nn.Parameter(torch.empty(c.num_heads, c.nope_dim, c.kv_lora_rank))  # latent -> the key's nope part
         self.w_uv = nn.Parameter(torch.empty(c.num_heads, c.v_dim, c.kv_lora_rank))     # latent -> value
         self.o_proj = nn.Linear(c.num_heads * c.v_dim, c.hidden_size, bias=False)
 
     def project(self, x: Tensor, rope: tuple) -> tuple:
-        """x (B, N, h) -> q_nope (B, N, H, nope), q_rope (B, N, H, R), latents (B, N, C+R)."""
+        """x (T, h) -> q_nope (T, H, nope), q_rope (T, H, R), latents (T, C+R)."""
         c = self.c
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if c.q_lora_rank else self.q_proj(x)
-        q_nope, q_rope = q.unflatten(-1, (-1, c.nope_dim + c.rope_dim)).split((c.nope_dim, c.rope_dim), -1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split((c.kv_lora_rank, c.rope_dim), -1)
-        rotated = rotate_pairs(torch.cat((q_rope, k_rope.unsqueeze(2)), 2), *rope)  # (B, N, H+1, R), one pass for both
-        return q_nope, rotated[:, :, :-1], torch.cat((self.kv_a_layernorm(latent), rotated[:, :, -1]), -1)
+        q, latent, k_rope = F.linear(x, self.w_a).split_with_sizes((c.q_lora_rank or 0, c.kv_lora_rank, c.rope_dim), 1)
+        q = F.linear(self.q_a_layernorm(q) if c.q_lora_rank else x, self.w_q)
+        q_nope, q_rope = q.view(x.shape[0], -1, c.nope_dim + c.rope_dim).split_with_sizes((c.nope_dim, c.rope_dim), 2)
+        rotated = rotate_pairs(torch.cat((q_rope, k_rope.unsqueeze(1)), 1), *rope)                    # (T, H+1, R), one pass for both
+        return q_nope, rotated[:, :-1], torch.cat((self.kv_a_layernorm(latent), rotated[:, -1]), 1)
 
     def forward(self, x: Tensor, rope: tuple, past: Tensor, bias: Tensor) -> tuple:
         """Absorbed: queries move into the latent space, so every latent row is read once for all nodes and heads.
-        past (B, S, C+R) committed latents; bias (B, N, 1, S+N), 0 where visible and -inf elsewhere.
+        x (B, N, h); rope of B*N tokens; past (B, S, C+R) committed latents; bias (B, N, 1, S+N), 0 where visible and -inf elsewhere.
         Returns the output (B, N, h) and the new latents (B, N, C+R)."""
-        C, N = self.c.kv_lora_rank, x.shape[1]
-        q_nope, q_rope, new = self.project(x, rope)
-        q = torch.cat((torch.einsum("bnhd,hdc->bnhc", q_nope, self.w_uk), q_rope), -1).flatten(1, 2)  # (B, N*H, C+R)
-        scores = torch.cat((q @ past.transpose(1, 2), q @ new.transpose(1, 2)), -1).unflatten(1, (N, -1))                      # (B, N, H, S+N)
-        p = torch.add(bias, upcast(scores), alpha=self.c.softmax_scale).softmax(-1).to(x.dtype).flatten(1, 2)
-        S = past.shape[1]
-        out = p[..., :S] @ past[..., :C] + p[..., S:] @ new[..., :C]                                  # (B, N*H, C)
-        out = torch.einsum("bnhc,hvc->bnhv", out.unflatten(1, (N, -1)), self.w_uv)
-        return self.o_proj(out.flatten(2)), new
+        (B, N, h), S, C = x.shape, past.shape[1], self.c.kv_lora_rank
+        q_nope, q_rope, new = self.project(x.view(B * N, h), rope)
+        new = new.view(B, N, -1)
+        # (bmm where einsum and @ would do: in eager mode their dispatch costs more than a small model's product)
+        q = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)                              # (B*N, H, C)
+        q = torch.cat((q, q_rope), 2).view(B, -1, C + self.c.rope_dim)                                # (B, N*H, C+R)
+        scores = torch.cat((torch.bmm(q, past.transpose(1, 2)), torch.bmm(q, new.transpose(1, 2))), 2).view(B, N, -1, S + N)
+        p = torch.add(bias, upcast(scores), alpha=self.c.softmax_scale).softmax(-1).type_as(x).view(B, -1, S + N)
+        p_past, p_new = p.split_with_sizes((S, N), 2)
+        out = torch.baddbmm(torch.bmm(p_new, new.narrow(2, 0, C)), p_past, past.narrow(2, 0, C))      # (B, N*H, C)
+        out = torch.bmm(out.view(B * N, -1, C).transpose(0, 1), self.w_uv.transpose(1, 2))            # (H, B*N, v)
+        return self.o_proj(out.transpose(0, 1).reshape(B * N, -1)).view(B, N, h), new
 
     def expanded(self, x: Tensor, rope: tuple) -> Tensor:
-        """The textbook form over a whole causal sequence: keys and values built per head. The oracle of the absorbed
+        """The textbook form over whole causal sequences x (B, N, h): keys and values built per head. The oracle of the absorbed
         form, and cheaper where N is long and nothing is cached: training."""
-        c = self.c
-        q_nope, q_rope, latents = self.project(x, rope)
+        c, (B, N, h) = self.c, x.shape
+        q_nope, q_rope, latents = self.project(x.view(B * N, h), rope)
         latent, k_rope = latents.split((c.kv_lora_rank, c.rope_dim), -1)
-        k_nope = F.linear(latent, self.w_uk.flatten(0, 1)).unflatten(-1, (-1, c.nope_dim))            # (B, N, H, nope)
-        v = F.linear(latent, self.w_uv.flatten(0, 1)).unflatten(-1, (-1, c.v_dim))                    # (B, N, H, v)
-        q = torch.cat((q_nope, q_rope), -1)
-        k = torch.cat((k_nope, k_rope.unsqueeze(2).expand_as(q_rope)), -1)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=c.softmax_scale)
+        k_nope = F.linear(latent, self.w_uk.flatten(0, 1)).unflatten(-1, (-1, c.nope_dim))            # (B*N, H, nope)
+        v = F.linear(latent, self.w_uv.flatten(0, 1)).unflatten(-1, (-1, c.v_dim))                    # (B*N, H, v)
+        q, k = torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope.unsqueeze(1).expand_as(q_rope)), -1)
+        q, k, v = (t.unflatten(0, (B, N)).transpose(1, 2) for t in (q, k, v))                         # (B, H, N, ·)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=c.softmax_scale)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class FFN(nn.Module):
-    """SwiGLU: the dense layers and the shared experts."""
+    """SwiGLU: the dense layers and the shared experts. gate_up (2I, h) has the gate's rows first, down is (h, I)."""
 
     def __init__(self, dim: int, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(dim, width, bias=False)
-        self.up_proj = nn.Linear(dim, width, bias=False)
-        self.down_proj = nn.Linear(width, dim, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(2 * width, dim))
+        self.down = nn.Parameter(torch.empty(dim, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return F.linear(swiglu(F.linear(x, self.gate_up)), self.down)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """(…, 2I), the gate first -> (…, I)."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 class Router(nn.Module):
@@ -351,10 +358,20 @@ class Experts(nn.Module):
         (T, K), E = ids.shape, self.down.shape[0]
         if self.first is not None:
             ids = own_ids(ids, self.first, E)
-        y = self.gathered(x, ids.clamp(max=E - 1)) if self.gathers(T * K) else self.grouped(x, ids)       # (T, K, h)
+        if T == 1 and x.is_cpu and not torch.compiler.is_compiling():
+            return self.one_token(x, weights, ids)
+        y = self.gathered(x, ids if self.first is None else ids.clamp(max=E - 1)) if self.gathers(T * K) else self.grouped(x, ids)  # (T, K, h)
         if self.first is not None:
             y = y.masked_fill((ids == E).unsqueeze(-1), 0)
-        return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1)
+        return torch.bmm(weights.type_as(y).unsqueeze(1), y).squeeze(1)
+
+    def one_token(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Plain decode in eager mode on a CPU, where the host reads ids for free: nothing to sort, and nothing to gather."""
+        gate_up, down, y = self.gate_up, self.down, 0.0
+        for e, weight in zip(ids.tolist()[0], weights.type_as(x).view(-1, 1).split(1)):
+            if e < down.shape[0]:
+                y = y + F.linear(swiglu(F.linear(x, gate_up[e])) * weight, down[e])
+        return y if isinstance(y, Tensor) else torch.zeros_like(x)
 
     def gathered(self, x: Tensor, ids: Tensor) -> Tensor:
         gate, up = (self.gate_up[ids] * x[:, None, None]).sum(-1).chunk(2, -1)                            # (T, K, I)
@@ -364,8 +381,7 @@ class Experts(nn.Module):
         (T, K), E = ids.shape, self.down.shape[0]
         flat, order = ids.flatten().sort(stable=True)
         ends = torch.searchsorted(flat, torch.arange(1, E + 1, device=x.device), out_int32=True)
-        gate, up = grouped_linear(x[order // K], self.gate_up, ends).chunk(2, -1)
-        y = grouped_linear(F.silu(gate) * up, self.down, ends)
+        y = grouped_linear(swiglu(grouped_linear(x[order // K], self.gate_up, ends)), self.down, ends)
         # back to (T, K) order before summing: atomic adds would sum in another order every time
         return torch.empty_like(y).index_copy(0, order, y).unflatten(0, (T, K))
 
@@ -379,8 +395,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
-        y = self.experts(flat, *self.gate(flat)).view_as(x)
-        return y + self.shared_experts(x) if self.shared_experts is not None else y
+        y, shared = self.experts(flat, *self.gate(flat)), self.shared_experts
+        return (y if shared is None else y + shared(flat)).view_as(x)
 
 
 class Layer(nn.Module):
@@ -448,8 +464,7 @@ class Transformer(nn.Module):
         rope = self.rope(length.unsqueeze(1) + tree.depth)
         bias = attention_bias(tree, length, span, upcast(self.norm.weight).dtype)
         x, hidden, latents = self.embed_tokens(tree.tokens), {}, []
-        for i, layer in enumerate(self.layers):
-            past = self.cache[i, :, :span]
+        for i, (layer, past) in enumerate(zip(self.layers, self.cache[:, :, :span].unbind())):
             x, new = layer.cached(x, rope, past if rows is None else past[rows], bias)
             latents.append(new)
             if i in taps:
@@ -460,8 +475,9 @@ class Transformer(nn.Module):
         return self.lm_head(self.norm(x)), tapped, torch.stack(latents)
 
     def rope(self, positions: Tensor) -> tuple:
-        cos, sin = cos_sin(self.frequencies, positions, self.config.rope.amplitude)  # (B, N, R/2)
-        return cos.unsqueeze(2), sin.unsqueeze(2)
+        """positions (B, N) -> cos and sin as `rotate_pairs` wants them, the same for all heads: (B*N, 1, R)."""
+        cos, sin = cos_sin(self.frequencies, positions.reshape(-1, 1), self.config.rope.amplitude)  # (B*N, 1, R/2)
+        return torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
 
     def score(self, ids: Tensor, expanded: bool = False) -> tuple:
         """ids (B, T) -> logits (B, T, V), hidden (L+1, B, T, h): the embedding, then every layer's raw output.
@@ -509,4 +525,4 @@ def attention_bias(tree: Tree, length: Tensor, span: int, dtype: torch.dtype) ->
     B, N = tree.tokens.shape
     committed = (torch.arange(span, device=length.device) < length.unsqueeze(1)).unsqueeze(1).expand(B, N, span)
     visible = torch.cat((committed, tree.ancestors), -1).unsqueeze(2)
-    return torch.zeros(visible.shape, dtype=dtype, device=length.device).masked_fill(~visible, -math.inf)
+    return torch.zeros(visible.shape, dtype=dtype, device=length.device).masked_fill_(~visible, -math.inf)

@@ -153,27 +153,20 @@ def target_table(r: Layout) -> dict:
     return {
         "embed_tokens":                             EmbeddingPart(weight=rows),           # (V, h): token ids
         "layers.*.input_layernorm":                 Part(),
-        "layers.*.self_attn.q_proj":                Part(weight=rows),                    # (H*head, h): heads
-        "layers.*.self_attn.q_a_proj":              Part(),                               # copied: one low-rank query for all heads
         "layers.*.self_attn.q_a_layernorm":         Part(),
-        "layers.*.self_attn.q_b_proj":              Part(weight=rows),                    # (H*head, rank): heads
-        "layers.*.self_attn.kv_a_proj_with_mqa":    Part(),                               # copied: a latent serves all heads
         "layers.*.self_attn.kv_a_layernorm":        Part(),
-        "layers.*.self_attn":                       Part(w_uk=rows, w_uv=rows),           # (H, ·, C): heads
+        "layers.*.self_attn":                       Part(w_q=rows, w_uk=rows, w_uv=rows), # (H*head, ·), (H, ·, C): heads. w_a is
+                                                                                          # copied: what is low in rank serves them all
         "layers.*.self_attn.o_proj":                Summed(weight=columns),               # (h, H*v): heads
         "layers.*.post_attention_layernorm":        Part(),
-        "layers.*.mlp":                             Summed(),                             # once, for routed and shared experts together
-        "layers.*.mlp.gate_proj":                   Part(weight=rows),                    # (I, h), of a dense layer
-        "layers.*.mlp.up_proj":                     Part(weight=rows),
-        "layers.*.mlp.down_proj":                   Part(weight=columns),                 # (h, I)
+        "layers.*.mlp":                             Summed(gate_up=rows, down=columns),   # (2I, h), (h, I) of a dense layer; else without
+                                                                                          # weights: one sum for routed and shared experts
         "layers.*.mlp.gate":                        Part(),                               # copied: every rank routes every token
         "layers.*.mlp.experts":                     ExpertsPart(
             gate_up={0: whole, 1: width},           down={0: whole, 2: width},            # (E, 2I, h), (E, h, I)
             gate_up_packed={0: whole, 1: width},    gate_up_scale={0: whole, 1: width},
             down_packed={0: whole, 2: width},       down_scale={0: whole, 2: width}),
-        "layers.*.mlp.shared_experts.gate_proj":    Part(weight=rows),
-        "layers.*.mlp.shared_experts.up_proj":      Part(weight=rows),
-        "layers.*.mlp.shared_experts.down_proj":    Part(weight=columns),
+        "layers.*.mlp.shared_experts":              Part(gate_up=rows, down=columns),
         "norm":                                     Part(),
         "lm_head":                                  HeadPart(weight=rows)}                # (V, h): token ids
 
@@ -195,9 +188,7 @@ def draft_table(r: Layout, d: DraftConfig) -> dict:
         "layers.*.self_attn.k_norm":                Part(),
         "layers.*.self_attn.o_proj":                Summed(weight=columns),
         "layers.*.post_attention_layernorm":        Part(),
-        "layers.*.mlp.gate_proj":                   Part(weight=rows),
-        "layers.*.mlp.up_proj":                     Part(weight=rows),
-        "layers.*.mlp.down_proj":                   Summed(weight=columns),
+        "layers.*.mlp":                             Summed(gate_up=rows, down=columns),   # (2I, h), (h, I)
         "norm":                                     Part(),
         "markov_head.*":                            Part(),                               # copied: small, and its rows are picked by token
         "embed_tokens":                             EmbeddingPart(weight=rows),           # where its file has its own

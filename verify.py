@@ -87,6 +87,9 @@ def accept(tree: Tree, target_tokens: Tensor) -> tuple:
     next_root (B,). A node is accepted when no ancestor, itself included, differs from what the target says after its parent.
     Siblings differ, so the accepted nodes are one path; entries beyond accepted + 1 are padding."""
     B, N = tree.tokens.shape
+    if N == 1:  # a root alone
+        path = torch.zeros_like(target_tokens)
+        return path, path[:, 0], target_tokens[:, 0]
     index = torch.arange(N, device=tree.tokens.device)
     match = (tree.tokens == target_tokens.gather(1, tree.parents.clamp(min=0))) | (index == 0)
     good = ~(tree.ancestors & ~match.unsqueeze(1)).any(-1)                                       # (B, N)
@@ -106,7 +109,7 @@ def commit(target: Transformer, latents: Tensor, path: Tensor, length: Tensor, c
     rows that the sequences are, where they are not all of them."""
     step, index = torch.arange(path.shape[1], device=path.device), torch.arange(path.shape[0], device=path.device).unsqueeze(1)
     slot = torch.where(step < count.unsqueeze(1), length.unsqueeze(1) + step, target.cache.shape[2] - 1)
-    target.cache[:, index if rows is None else rows.unsqueeze(1), slot] = latents[:, index, path]
+    target.cache[:, index if rows is None else rows.unsqueeze(1), slot] = latents if latents.shape[2] == 1 else latents[:, index, path]
 
 
 # The round
@@ -199,7 +202,8 @@ class Decoder(nn.Module):
         if self.target.claim is not self.claim:
             raise RuntimeError("another generation took over this target's caches; finish one before the next, or load a second copy")
         if self.compiled is None:
-            return eager(*args)
+            with torch.inference_mode():  # an operator then costs a little less than under no_grad
+                return eager(*args)
         torch.compiler.cudagraph_mark_step_begin()  # the last output was read; its memory may be written again
         graph = (which, *(a.shape if isinstance(a, Tensor) else a for a in args))
         if graph in self.met:

@@ -58,7 +58,7 @@ class Watched(Decoder):
             cache.fill_(UNWRITTEN)
 
     def caches(self) -> list:
-        return [self.target.cache] + ([self.draft.k_cache.flatten(3), self.draft.v_cache.flatten(3)] if self.draft is not None else [])
+        return [self.target.cache] + ([self.draft.k_cache, self.draft.v_cache] if self.draft is not None else [])
 
     def enter(self, rows, settings):
         super().enter(rows, settings)
@@ -86,7 +86,7 @@ class Watched(Decoder):
         for cache in self.caches():  # the drafter's lacks what waits in the ring
             length = self.length if cache is self.target.cache else self.length - self.pending
             committed = torch.arange(self.slots) < length.unsqueeze(1)                 # (B, S)
-            written = cache[:, :, :self.slots] != UNWRITTEN                            # (L, B, S, C)
+            written = cache[:, :, :self.slots].flatten(3) != UNWRITTEN                 # (L, B, S, C)
             assert torch.equal(written.all(-1), committed.expand(len(cache), -1, -1)), "a committed slot is not written"
             assert torch.equal(written.any(-1), committed.expand(len(cache), -1, -1)), "a slot past the committed ones is written"
 

@@ -191,7 +191,7 @@ def test_bf16_tokens_are_the_targets_choice(name):
             logits = target.score(torch.tensor([p + r.tokens]))[0][0, len(p) - 1:-1].float()
             gaps.append(logits.max(-1).values - logits.gather(-1, torch.tensor(r.tokens).unsqueeze(-1)).squeeze(-1))
         gap = torch.cat(gaps)
-        assert (gap == 0).float().mean() > 0.85 and (gap < 0.05).float().mean() > 0.95 and gap.max() < 0.6
+        assert (gap == 0).float().mean() > 0.85 and (gap < 0.05).float().mean() > 0.95 and gap.max() < 1
 
 
 # Stops and limits. A drafter that knows all of the text makes rounds of 5 drafts and one token of the target: token 0 comes
