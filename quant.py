@@ -49,7 +49,7 @@ def one_expert(x: Tensor, e: Tensor, gate_up_packed: Tensor, gate_up_scale: Tens
 def own_rows(x: Tensor, weights: Tensor, ids: Tensor, *packed: Tensor) -> Tensor:
     """Where the host may read the ids (CPU): each expert sees the rows that chose it."""
     y = x.new_zeros(*ids.shape, x.shape[1])                                                           # (T, K, h)
-    for e in ids[ids < packed[0].shape[0]].unique().split(1):
+    for e in ids[ids < packed[0].shape[0]].unique().view(-1, 1):  # none, where a rank holds none of those chosen
         token, k = (ids == e).nonzero(as_tuple=True)
         y[token, k] = one_expert(x[token], e, *packed)
     return torch.einsum("tkh,tk->th", y, weights.to(y.dtype))

@@ -232,7 +232,7 @@ def test_compiled_is_eager_and_one_graph(cases):
 
 # Loading
 
-COPIED = ("layernorm", "norm.weight", "q_a_proj", "kv_a_proj_with_mqa", ".gate.", "q_norm", "k_norm")
+COPIED = ("layernorm", "norm.weight", ".w_a", ".gate.", "q_norm", "k_norm")
 
 
 @pytest.mark.parametrize("ranks, experts", [(n, e) for n, layouts in LAYOUTS.items() for e in layouts])

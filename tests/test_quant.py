@@ -108,6 +108,22 @@ def test_a_compiled_graph_keeps_it_whole():
     torch.library.opcheck(torch.ops.nanograft.packed_experts.default, (x, weights, ids, *packed.parameters()))
 
 
+@pytest.mark.parametrize("T", (1, 3))
+def test_a_rank_that_holds_none_of_the_chosen_experts(T):
+    """Experts 8 … 15 of 16 are here: rows that chose others get nothing from here, all of them or some."""
+    packed, dense = experts()
+    packed.first = dense.first = 8
+    x, weights = torch.randn(T, 96), torch.rand(T, 2)
+    for ids in (torch.tensor([[0, 7]] * T), torch.tensor([[3, 8], [15, 9], [0, 1]][:T])):
+        here = ids >= 8
+        dense.first = None
+        want = dense(x, weights * here, (ids - 8).clamp(min=0))
+        dense.first = 8
+        for got in (packed(x, weights, ids), dense(x, weights, ids)):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            assert here.any(1).all() or not got[~here.any(1)].any()
+
+
 class LiveBytes(TorchDispatchMode):
     """The peak of bytes alive that operators under this mode have allocated."""
 
