@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint import UserError
+from hub import UserError
 from show import told
 
 BEAT = 0.5      # seconds between two signs of life
