@@ -47,13 +47,13 @@ import torch
 
 from auto import now
 from chat import encode
-from checkpoint import load_draft
+from checkpoint import UserError, load_draft
 from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, progress, rounded, short, spread, table, timings, watching, weight_bytes
 from ddtree import CANDIDATES, build_tree
 from generate import BUNDLED, DTYPES, Parser, check_device, generate, load, locate
-from hub import UserError
-from launch import Launch
+from launch import Launch, alike
 from model import chain
+from ranks import agree
 from serve import MODES, Request, Usage, need, open_batch, prefill, serve, span_for
 from show import exit_code
 from verify import Decoder, Plan
@@ -197,7 +197,7 @@ def show_auto(rows: list) -> None:
 
 def bench_text(args, launch: Launch) -> dict:
     """Modes x concurrency x temperature, and the questions where they are asked."""
-    texts, rows = read_prompts(args.prompt_file, args.prompts), []
+    texts, rows = agree(read_prompts(args.prompt_file, args.prompts)), []
     name = Path(args.beside).name if args.beside else ""
     for experts in args.experts:
         pair = other = None  # the weights of the last layout go before those of the next come
@@ -423,7 +423,7 @@ def check_out(path: Path) -> None:
     except OSError as e:
         raise UserError(f"{path} cannot be written: {e.strerror}") from None
     if new:
-        path.unlink(missing_ok=True)  # (ranks share it)
+        path.unlink()
 
 
 def run(args: argparse.Namespace, launch: Launch) -> int:
@@ -440,7 +440,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     need(args.random == (args.config is not None), "--random and --config go together: name the model whose layers to build")
     need(not args.transformers or find_spec("transformers") is not None,
          "--transformers compares with the transformers package, which is not installed; pip install transformers")
-    if args.out is not None:
+    if args.out is not None and launch.rank == 0:
         check_out(args.out)
     need(not args.capture or args.random and args.device.startswith("cuda"), "--capture goes with --random on a CUDA device")
     if args.threads:
@@ -448,6 +448,8 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     plain = locate(args.model, "none")[0].resolve().parent / "draft-dflash" if args.draft == "auto" and not (args.random or args.trees or args.tp > 1) else None
     args.beside = args.beside or (plain if plain is not None and plain.is_dir() else None)
     args.device = launch.join(args.tp, args.device, args.timeout)
+    if launch.joined:
+        alike("the flags", {name: value for name, value in vars(args).items() if name not in ("model", "draft", "beside", "device", "prompt_file", "out")})
     check_device(args.device)
     report = {"machine": machine(args), "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}}
     print(", ".join(f"{k} {v}" for k, v in report["machine"].items()))

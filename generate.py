@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,9 @@ import torch
 
 from auto import RING, ladder
 from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
-from checkpoint import open_draft, open_target, parse_config
+from checkpoint import WANTED, UserError, open_draft, open_target, parse_config, read_config, resolve
 from draft import Drafter
-from hub import WANTED, UserError, read_config, resolve
-from launch import Launch
+from launch import Launch, alike
 from model import Config, Transformer
 from plan import check_fits, memory_of, memory_plan, table
 from prompts import PromptFile, open_file, serve_file
@@ -73,9 +73,13 @@ def load_models(folder: Path, draft_folder: Optional[Path], device: str, dtype: 
             drafter.adapt(block, draft_window, attention_factor)
     except ValueError as e:
         raise UserError(str(e)) from None
+    shared = experts is not None and torch.distributed.get_world_size() > 1
+    if shared:
+        alike("the models' configs", {"a drafter": drafter is not None, **{f"the target's {k}": v for k, v in vars(config).items()},
+                                      **{f"the drafter's {k}": v for k, v in (vars(drafter.config).items() if drafter else ())}})
     checked(drafter)
     divide = (lambda model: None,) * 2
-    if experts is not None and torch.distributed.get_world_size() > 1:
+    if shared:
         from parallel import dividers  # here, because its imports take as long as half of torch's own
         divide = dividers(experts, device)
     target = read_target(device, divide[0])
@@ -310,6 +314,8 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
         return 0
     check_flags(args)
     args.device = launch.join(args.tp, args.device, args.timeout)
+    if launch.joined:  # (where files lie may depend on the host)
+        alike("the flags", {name: value is None if name in ("prompts", "out") else value for name, value in vars(args).items() if name not in ("model", "draft", "device")})
     texts = agree(read_chats(args) if args.prompts is None and launch.rank == 0 else [])  # there is one stdin
     folder, draft_folder = locate(args.model, args.draft)
     launch.wait()
@@ -321,6 +327,8 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
          f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {args.mode}")
     check_device(args.device)
     tokenizer, config = load_tokenizer(folder), parse_config(Config, read_config(folder), folder / "config.json")
+    if launch.joined:  # (each rank looks for stop texts by itself)
+        alike("the tokenizers", {"its checksum": zlib.crc32(tokenizer.to_str().encode())})
     def encoded(text: Union[str, list]) -> list:
         return encode(tokenizer, text) if isinstance(text, str) else encode_chat(tokenizer, folder, text)
     # whatever can be known to fail is said before weights are read
@@ -335,7 +343,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
         file = file or PromptFile(tasks, wrong, 0)  # the other ranks' results go where all their output goes
     if file and not file.tasks:
         return file.close()
-    requests = [t.request for t in file.tasks] if file else [replace(default, tokens=encoded(t)) for t in texts]
+    requests = [t.request for t in file.tasks] if file else agree([replace(default, tokens=encoded(t)) for t in texts])
     prompts, slots = [r.tokens for r in requests], min((args.batch or BATCH) if file else len(requests), len(requests))
     check_prompts(prompts, config.max_positions, config.vocab_size)
     target, draft = load_models(folder, draft_folder, args.device, DTYPES[args.dtype], args.block, args.draft_window, args.attention_factor,
@@ -343,7 +351,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     launch.ready()
     if missed:
         print("no drafter beside the target: plain decode (pass --draft to speculate)", file=sys.stderr)
-    stops = read_stop_ids(folder, target.config, tokenizer)
+    stops = agree(read_stop_ids(folder, target.config, tokenizer))
     def progress(text: str) -> None:
         kept = text.startswith("compiled ")  # how long each graph took stays to be read
         if kept or sys.stderr.isatty():

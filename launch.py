@@ -13,11 +13,13 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Optional
 
 import torch
 import torch.distributed as dist
 
-from hub import UserError
+from checkpoint import UserError
+from ranks import agree
 from show import told
 
 BEAT = 0.5      # seconds between two signs of life
@@ -32,6 +34,15 @@ def own_device(device: str, local_rank: int, local_size: int, what: str) -> str:
                         + (f"--device is {device}; use cuda" if index else f"there are {there}; start fewer {what}, or use --device cpu"))
     torch.cuda.set_device(local_rank)
     return f"cuda:{local_rank}"
+
+
+def alike(what: str, mine: dict) -> None:
+    """For what every rank was given by itself and all must have alike, name -> value: flags, configs. All must call it. UserError where
+    this rank's are not rank 0's."""
+    theirs = agree(mine)
+    differ = [f"{k} is {mine.get(k)!r}, there {theirs.get(k)!r}" for k in {**theirs, **mine} if mine.get(k) != theirs.get(k)]
+    if differ:
+        raise UserError(f"{what} are not those of rank 0: {'; '.join(differ[:3])}. Start every host with the same flags and files")
 
 
 class Launch:
@@ -70,7 +81,7 @@ class Launch:
             dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=timeout + 15 * (kind == "cuda")))
             self.watch = Watch(self.rank, self.size, timeout)
         except Exception as e:
-            raise UserError(f"rank {self.rank} could not join the launch: {' '.join(str(e).split())[:200]}") from None
+            raise UserError(f"could not join the launch: {' '.join(str(e).split())[:200]}") from None
         self.watch.start()
         return device
 
@@ -98,14 +109,25 @@ class Launch:
         dist.destroy_process_group()
         os._exit(code)  # threads of the backend would crash one exit in four
 
-    def fail(self, message: str, code: int, error: BaseException = None) -> int:
+    def fail(self, message: str, code: int, error: Optional[BaseException] = None) -> int:
         """The end of the program where something went wrong: says it once in the launch. error: where it is not the user's."""
         if self.joined:
-            self.watch.fail(message, code, error)
+            self.watch.fail(self.named(message, error), code, error)
         if self.rank == 0:
             return told(message, code, error)
-        time.sleep(PATIENCE)  # rank 0 comes to the same end, and torchrun would stop it when the first rank is gone
+        # where rank 0 comes to the same end it says so, and torchrun ends this process; who is still here then has an end of its own
+        time.sleep(PATIENCE * (1 + bool(self.local_rank)))
+        if code != 130 and (message or error is not None):
+            os.write(2, f"{self.named(message, error)}\n".encode())
         return code
+
+    def named(self, message: str, error: Optional[BaseException]) -> str:
+        """The line that says that this rank failed. error: where it is not the user's."""
+        if error is None:
+            return message.replace("error: ", f"error: rank {self.rank}: ", 1) if self.rank else message
+        last = traceback.extract_tb(error.__traceback__)[-1:]
+        return f"error: rank {self.rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}" + "".join(
+            f" ({Path(f.filename).name}:{f.lineno})" for f in last)
 
 
 class Watch(threading.Thread):
@@ -167,18 +189,25 @@ class Watch(threading.Thread):
 
     def late(self, patience: float) -> tuple:
         """(rank, why) of one that gives no sign of life, or, once all have begun, stays elsewhere while this one waits; () where there is none."""
-        now, (_, _, here, since) = time.monotonic(), self.seen[self.rank]
-        for r, (_, alive, place, moved) in sorted(self.seen.items()):
+        now = time.monotonic()
+        for r, (_, alive, place, _) in sorted(self.seen.items()):
             if now - alive > patience:
                 return r, f"no sign of life for {now - alive:.0f} s (killed, out of memory, or stopped), last at {place}"
-        if self.begun and now - since > self.timeout:
-            for r, (_, _, place, moved) in sorted(self.seen.items()):
-                if place != here and now - moved > self.timeout:
-                    return r, f"stays at {place} for {now - moved:.0f} s, while others wait for it"
+        if self.begun and now - self.seen[self.rank][3] > self.timeout:
+            still = [r for r, (_, _, _, moved) in self.seen.items() if now - moved > self.timeout]
+            if len({self.seen[r][2] for r in still}) > 1:
+                r = self.elsewhere(still)
+                return r, f"stays at {self.seen[r][2]} for {now - self.seen[r][3]:.0f} s, while others wait for it"
         return ()
 
+    def elsewhere(self, ranks: list) -> int:
+        """Who of some ranks keeps the others waiting: a rank in a collective (ranks.py), or in a compiled round (verify.py), waits itself."""
+        def waits(r):
+            return 2 * self.seen[r][2].startswith("ranks.py:") + self.seen[r][2].startswith("verify.py:"), r == self.rank, r
+        return min(ranks, key=waits)
+
     def why(self) -> str:
-        """Why a collective failed here: what another rank said, which is "", or which one died or is late."""
+        """Why a collective failed here: which rank died or is late."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and not self.store.check(["failed"]):
             self.beat()
@@ -186,23 +215,16 @@ class Watch(threading.Thread):
                 return f"rank {who[0]}: {who[1]}"
             time.sleep(BEAT / 2)
         self.beat()
-        places = {r: s[2] for r, s in self.seen.items()}
-        other = next((r for r, place in sorted(places.items()) if place != places[self.rank]), None)
-        return "" if other is None else f"rank {other}: is at {places[other]}, while others wait for it"
+        other = self.elsewhere([r for r in self.seen if r != self.rank])
+        return f"rank {other}: is at {self.seen[other][2]}, while others wait for it"
 
-    def fail(self, message: str, code: int, error: BaseException = None) -> None:
+    def fail(self, message: str, code: int, error: Optional[BaseException] = None) -> None:
         """Ends the process; the first of all ranks to come here prints the line."""
         try:
-            if error is not None:
-                last = traceback.extract_tb(error.__traceback__)[-1:]
-                message = f"error: rank {self.rank}: {type(error).__name__}: {' '.join(str(error).split())[:300]}" + "".join(
-                    f" ({Path(f.filename).name}:{f.lineno})" for f in last)
-                if isinstance(error, dist.DistError) or "gloo" in str(error).lower():  # another rank's doing, most likely
-                    because = self.why()
-                    message = f"error: {because}" if because else message
-            elif self.rank and code == 2:
+            if error is not None and (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):  # another rank's doing, most likely
+                message = f"error: {self.why()}"
+            elif error is None and self.rank and code == 2:
                 time.sleep(1)  # most that a user can mend fails on every rank: rank 0 says it
-                message = message.replace("error: ", f"error: rank {self.rank}: ", 1)
             with self.speaking:
                 if self.store.compare_set("failed", "", message or " ").decode() == message:
                     os.write(2, f"{message}\n".encode())
