@@ -9,7 +9,7 @@ expected drafts per depth corrects it, at any temperature, since what is accepte
 Every round the candidate with the most expected tokens per second is found by a full scan (distinct experts are concave in the
 width, so a stop at the first loss would err). While requests wait for a slot all tokens count; once none does, those of the row that ends
 last. Something else is picked only where it is clearly better, and now and then another candidate gets a round, within 1 % of the
-time (1.4 % while plain decode runs), so that what lost once can come back.
+time (1.25 % while plain decode runs), so that what lost once can come back.
 
 The controller is plain Python and holds no tensor: tests and bench.py --simulate drive it with a clock of their own.
 
@@ -38,10 +38,10 @@ MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.15  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES, PROBES_AR = 0.01, 0.014  # share of time that probes may lose; while plain decode runs, nothing else tells that the text has become predictable
+PROBES, PROBES_AR = 0.01, 0.0125  # share of time that probes may lose; while plain decode runs, nothing else tells that the text has become predictable
 ASK = 0.25                  # rounds of plain decode that the first probe of a text may lose
 SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
-REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and before plain decode asks again
+REST, REST_AR = 32, 16      # rounds before a candidate is probed again, and before plain decode asks again
 KNOWN, GUESSED = 5.0, 1.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = {"dflash": 0.25, "ddtree": 0.18}  # the slowest of n rows drafts about n^-this of the mean: bundled pair, other texts than bench/
 LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
@@ -257,7 +257,7 @@ class Pilot:
 
     def keep(self) -> None:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
-        if sum(self.auto.rounds) > 1:
+        if sum(self.auto.rounds) > 1 and keeps_costs(self.decoder):
             write_costs(self.key, {**self.kept, "seconds": [s * math.exp(own) for s, own in zip(self.auto.seconds, self.auto.own)]})
             write_costs(gains_key(self.key), self.auto.habits())
 
@@ -297,7 +297,8 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
                 last = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
                 report = [min(max(narrow - seconds[-len(widths)], last), 0.3 * narrow), last]
             kept = {"seconds": seconds, "catch_up": [catch_up], "report": report}
-            write_costs(key, kept)
+            if keeps_costs(decoder):
+                write_costs(key, kept)
         return Pilot(decoder, candidates, key, kept, agree(read_costs(gains_key(key)), decoder.target.vocab is not None))
 
 
@@ -335,6 +336,11 @@ def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
 def gains_key(key: dict) -> dict:
     """What a drafter wins depends neither on the batch nor on the context's bucket: a text begins with what those of other sizes taught."""
     return {**key, "batch": 0, "span": 0}
+
+
+def keeps_costs(decoder: Decoder) -> bool:
+    """Whether this process writes the file: of ranks that share the models, rank 0 does, for its file is the one that is read."""
+    return decoder.target.vocab is None or decoder.target.vocab.first == 0
 
 
 def cost_file(key: dict) -> Path:
