@@ -5,9 +5,12 @@
 import datetime
 import json
 import os
+import random
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -15,18 +18,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import generate  # noqa: E402
+import auto  # noqa: E402
 import serve  # noqa: E402
 import tiny  # noqa: E402
-from checkpoint import open_draft, open_target  # noqa: E402
+from checkpoint import Files, open_draft, open_target  # noqa: E402
 from draft import Drafter  # noqa: E402
-from hub import Files  # noqa: E402
 from parallel import dividers  # noqa: E402
 from ranks import agree  # noqa: E402
 from verify import Plan  # noqa: E402
 
 torch.set_num_threads(1)
-pairs, device = {}, os.environ.get("DEVICE", "cpu")
+pairs, device, rank = {}, os.environ.get("DEVICE", "cpu"), int(os.environ["RANK"])
 
 
 class Told(tiny.Informed):
@@ -65,27 +67,69 @@ def pair(case: dict) -> tuple:
     return target, draft
 
 
-def text(case: dict) -> dict:
+# What each rank would decide by itself: something else on every rank
+
+def guessed(decoder, turns: list, *args, **settings) -> list:
+    """`auto.measure` by a clock that goes as it likes, and takes no time."""
+    clock = random.Random(rank)
+    return [clock.uniform(0.005, 0.006) for _ in turns] + [clock.uniform(0.0001, 0.001)]
+
+
+def scattered(self, left: dict) -> int:
+    """`Auto.choose` that meets all candidates in turn, and other ones on other ranks."""
+    self.left, self.probing = left, sum(self.rounds) % 3 == rank % 3
+    return self.possible[(5 * sum(self.rounds) + 1 + rank) % len(self.possible)]
+
+
+def decoded(case: dict) -> tuple:
+    """What one process would do for the requests of a case, on this rank; the Decoder, and the Pilot of mode auto."""
     target, draft = pair(case)
+    requests, choose = [serve.Request(**r) for r in case["requests"]], patch.object(auto.Auto, "choose", scattered)
+    decoder, plan, pilot = serve.open_batch(target, draft, requests, len(requests), case["mode"], case["budget"], False, bool(case.get("compile")))
+    results = [serve.Result() for _ in requests]
+    with choose if case.get("scattered") else nullcontext():
+        for e in serve.serve(decoder, requests, plan, pilot):
+            serve.record(results[e.number], e, 0.0)
+    return {"tokens": [r.tokens for r in results], "accepted": [r.accepted for r in results], "modes": [r.modes for r in results]}, decoder, pilot
+
+
+def text(case: dict) -> dict:
     counters = torch._dynamo.utils.counters
     counters.clear()
-    results = generate.generate(target, draft, case["prompts"], case["mode"], compile=bool(case.get("compile")), **case["settings"])
-    return {"tokens": [r.tokens for r in results], "accepted": [r.accepted for r in results], "finish": [r.finish for r in results],
-            "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+    with patch.object(auto, "measure", guessed), patch.object(auto, "read_costs", lambda key: None), patch.object(auto, "write_costs", lambda key, kept: None):
+        seen, decoder, _ = decoded(case)
+    shapes = len(decoder.met) if case.get("compile") else 0
+    return {**seen, "shapes": shapes, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+def kept(case: dict) -> dict:
+    """Rounds are measured where rank 0 has no file of what they cost, whatever others have; and for as long as rank 0's clock says."""
+    measured, ordinary, habits, out = [], auto.measure, None, []
+    def measure(*args, **settings):
+        measured.append(0)
+        return ordinary(*args, **settings, patience=0.0 if rank == 0 else 1e9)
+    for whose in (None, 0, 1):
+        with patch.object(auto, "measure", measure), patch.object(auto, "read_costs", lambda key: habits[key["span"] == 0] if rank == whose else None):
+            seen, _, pilot = decoded(case)
+        pilot.keep()
+        habits = pilot.kept, pilot.auto.habits()
+        out.append([len(measured), seen["tokens"], seen["modes"]])
+    files = Path(os.environ["XDG_CACHE_HOME"], "nanograft")
+    return {"runs": out, "files": len(list(files.iterdir())) if files.exists() else 0}
 
 
 def served(case: dict) -> dict:
     """More requests than slots, and rounds whose mode each rank would choose by a clock of its own."""
     target, draft = pair(case)
-    requests = [serve.Request(p, **case["settings"]) for p in case["prompts"]]
+    requests = [serve.Request(**r) for r in case["requests"]]
     decoder, plan, _ = serve.open_batch(target, draft, requests, case["slots"], "ddtree", 12, False, False)
     plans = [Plan("ar", 0), Plan("dflash", 0), Plan("ddtree", 12), Plan("ddtree", 4, ladder=(1, 4, 12))]
     for p in plans:
         decoder.prepare(p)
     results = [serve.Result() for _ in requests]
-    for e in serve.serve(decoder, requests, plan, lambda state: plans[(time.perf_counter_ns() // 1000 + dist.get_rank()) % len(plans)]):
+    for e in serve.serve(decoder, requests, plan, lambda state: plans[(time.perf_counter_ns() // 1000 + rank) % len(plans)]):
         serve.record(results[e.number], e, 0.0)
-        if e.number == 1 and len(results[1].tokens) > 5 and dist.get_rank() == 0:
+        if e.number == 1 and len(results[1].tokens) > 5 and rank == 0:
             requests[1].cancelled = True  # rank 0 alone hears of it
     return {"tokens": [r.tokens for r in results], "finish": [r.finish for r in results]}
 
@@ -114,24 +158,23 @@ def peak(case: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    rank = int(os.environ["RANK"])
     cases = json.loads((folder / "cases.json").read_text())
     if device == "cuda":  # NCCL wants a device of its own for each rank; gloo is content with one for all
         torch.cuda.set_device(rank % torch.cuda.device_count())
     two = device == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("cpu:gloo,cuda:nccl" if two else "gloo", timeout=datetime.timedelta(seconds=300))
     assert agree(rank) == 0
-    seen = {}
+    seen, ordinary = {}, torch.compile
     for case in cases:
         if case.get("compile"):
             torch._dynamo.reset()
-            ordinary = torch.compile
-            torch.compile = lambda f, **settings: ordinary(f, backend=case["compile"], **{k: v for k, v in settings.items() if k not in ("mode", "backend", "options")})
         began = time.perf_counter()
-        seen[case["id"]] = {"text": text, "served": served, "held": held, "peak": peak}[case["what"]](case)
+        def compile(f, **settings):  # (inductor would take as long again for the prefill)
+            backend = "eager" if f.__name__ != "round" and case["compile"] == "inductor" else case["compile"]
+            return ordinary(f, backend=backend, fullgraph=True, dynamic=False)
+        with patch.object(torch, "compile", compile):
+            seen[case["id"]] = {"text": text, "kept": kept, "served": served, "held": held, "peak": peak}[case["what"]](case)
         seen[case["id"]]["seconds"] = time.perf_counter() - began
-        if case.get("compile"):
-            torch.compile = ordinary
     (folder / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()

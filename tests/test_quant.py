@@ -89,6 +89,7 @@ def test_a_rank_computes_its_own_experts():
         rows = own_ids(ids, m.first, len(own[0]))
         torch.testing.assert_close(all_rows(x, weights, rows, *own), m(x, weights, ids))
         assert not m(x, weights, ids)[token].any()
+        assert not m(x[token:token + 1], weights[token:token + 1], ids[token:token + 1]).any()  # nobody wants its experts
     gate_up = [[t.chunk(4, 1)[i] for t in (whole.gate_up_packed, whole.gate_up_scale)] for i in range(4)]
     halves = [part(None, [torch.cat(pair, 1) for pair in zip(gate_up[i], gate_up[i + 2])] +
                    [t.chunk(2, 2)[i] for t in (whole.down_packed, whole.down_scale)]) for i in range(2)]
