@@ -47,10 +47,11 @@ import torch
 
 from auto import now
 from chat import encode
-from checkpoint import UserError, load_draft
+from checkpoint import load_draft
 from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, progress, rounded, short, spread, table, timings, watching, weight_bytes
 from ddtree import CANDIDATES, build_tree
 from generate import BUNDLED, DTYPES, Parser, check_device, generate, load, locate
+from hub import UserError
 from launch import Launch, alike
 from model import chain
 from ranks import agree

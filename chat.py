@@ -12,7 +12,7 @@ from typing import Optional
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from checkpoint import UserError, read_json
+from hub import UserError, read_json
 from model import Config
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chat import encode, encode_chat
-from checkpoint import UserError
+from hub import UserError
 from launch import own_device
 from model import Transformer
 from serve import Request, open_batch, serve

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from auto import device_name, now
-from checkpoint import UserError, keep_packed, on_meta, parse_config, read_json
+from checkpoint import keep_packed, on_meta, parse_config
 from ddtree import CANDIDATES, candidate_tables, grow, ranked_tokens
 from draft import MarkovHead
 from generate import DTYPES
+from hub import UserError, read_json
 from model import Config, MoE, Router, Transformer, attention_bias, chain
 from plan import memory_of, workspace
 

@@ -23,8 +23,9 @@ import torch
 
 from auto import RING, ladder
 from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
-from checkpoint import WANTED, UserError, open_draft, open_target, parse_config, read_config, resolve
+from checkpoint import open_draft, open_target, parse_config
 from draft import Drafter
+from hub import WANTED, UserError, read_config, resolve
 from launch import Launch, alike
 from model import Config, Transformer
 from plan import check_fits, memory_of, memory_plan, table

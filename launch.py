@@ -18,7 +18,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
-from checkpoint import UserError
+from hub import UserError
 from ranks import agree
 from show import told
 

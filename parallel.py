@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from checkpoint import UserError
 from draft import DraftConfig, Drafter
+from hub import UserError
 from model import Config, Transformer
 from quant import GROUP, PackedExperts
 from ranks import Vocabulary, all_sum, draft_misfits

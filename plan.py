@@ -8,8 +8,9 @@ from typing import Optional
 
 import torch
 
-from checkpoint import UserError, check_pair, keep_packed, on_meta, parse_config
+from checkpoint import check_pair, keep_packed, on_meta, parse_config
 from draft import DraftConfig, Drafter
+from hub import UserError
 from model import Config, MoE, Transformer
 from ranks import draft_misfits
 

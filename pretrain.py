@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint import UserError, save_target
+from checkpoint import save_target
 from corpus import progress, save_atomically
 from generate import Parser
+from hub import UserError
 from model import Config, Router, Transformer
 from show import exit_code
 from train import MASK, Optimizer, schedule

@@ -16,7 +16,7 @@ from typing import Callable, Iterator, NamedTuple, Optional, Union
 
 from auto import Pilot
 from chat import check_messages
-from checkpoint import UserError
+from hub import UserError
 from model import Config
 from serve import Request, Result, Usage, check_prompt, check_settings, need, record, serve
 from show import TextStream

@@ -15,8 +15,8 @@ from typing import Callable, Iterable, Iterator, NamedTuple, Optional
 import torch
 
 from auto import RING, start
-from checkpoint import UserError
 from draft import Drafter
+from hub import UserError
 from model import Transformer
 from plan import chunk_room
 from ranks import agree

@@ -5,7 +5,7 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor
 
-from checkpoint import UserError
+from hub import UserError
 from model import Tree
 
 DRAFTED, OWN, DIM, RESET = "\033[32m", "\033[1;33m", "\033[2m", "\033[0m"

@@ -24,11 +24,12 @@ import torch
 
 from auto import WIDTHS, Auto, candidates_for
 from chat import encode
-from checkpoint import UserError, check_pair, keep_packed, on_meta, parse_config, read_json
+from checkpoint import check_pair, keep_packed, on_meta, parse_config
 from costs import table
 from ddtree import grow
 from draft import DraftConfig, Drafter
 from generate import Parser, load
+from hub import UserError, read_json
 from model import Config, MoE, Router, Transformer
 from plan import memory_plan, shared, storage, weights
 from ranks import traffic

@@ -38,10 +38,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chat import load_tokenizer, stop_ids
-from checkpoint import UserError, check_pair, few, load_draft, load_target, parse_config, read_config, resolve, save_draft
+from checkpoint import check_pair, load_draft, load_target, parse_config, save_draft
 from corpus import SHARD, Ranks, bar, draw_batch, join_ranks, progress, read_documents, read_prompts, save_atomically, write_responses
 from draft import DraftConfig, Drafter
 from generate import BUNDLED, DTYPES, Parser, check_device, generate, locate
+from hub import UserError, few, read_config, resolve
 from model import Config, Transformer, chain, upcast
 from show import exit_code, told
 

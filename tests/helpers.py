@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-from checkpoint import write_safetensors
+from hub import write_safetensors
 from verify import Decoder
 
 GOLDEN = Path(__file__).parent / "golden"

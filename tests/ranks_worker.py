@@ -21,8 +21,9 @@ import torch.distributed as dist  # noqa: E402
 import auto  # noqa: E402
 import serve  # noqa: E402
 import tiny  # noqa: E402
-from checkpoint import Files, open_draft, open_target  # noqa: E402
+from checkpoint import open_draft, open_target  # noqa: E402
 from draft import Drafter  # noqa: E402
+from hub import Files  # noqa: E402
 from parallel import dividers  # noqa: E402
 from ranks import agree  # noqa: E402
 from verify import Plan  # noqa: E402

@@ -8,8 +8,9 @@ import pytest
 
 import chat
 from chat import encode, encode_chat, load_tokenizer, read_messages, render_chat, stop_ids
-from checkpoint import UserError, parse_config, read_config
+from checkpoint import parse_config
 from helpers import GOLDEN
+from hub import UserError, read_config
 from model import Config
 
 KIMI = GOLDEN / "tokenizer"

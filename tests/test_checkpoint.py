@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checkpoint
-from checkpoint import INDEX, SINGLE, UserError, load_draft, load_target, read_config, resolve, save_draft, save_target
+from checkpoint import load_draft, load_target, save_draft, save_target
 from helpers import GOLDEN, TARGETS, fuse_experts, golden_draft, golden_target, kimi_k25, to_fp8, to_int4, with_junk, write
+from hub import INDEX, SINGLE, UserError, read_config, resolve
 from model import Config, Transformer
 from quant import PackedExperts
 
@@ -473,8 +473,9 @@ def test_memory_while_loading(tmp_path):
     size, window = sum(p.nbytes for p in model.parameters()), 8 << 20
     code = f"""
 import re, sys, torch
-sys.path.insert(0, {str(Path(checkpoint.__file__).parent)!r})
-from checkpoint import Files, load_target
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from checkpoint import load_target
+from hub import Files
 torch.set_num_threads(1)
 Files.window = {window}
 load_target({str(GOLDEN / "targets" / "moonlight")!r})  # libraries warm up
@@ -566,7 +567,7 @@ def test_hub_errors(failure, says, hub):
 
 def test_offline_for_real(tmp_path):
     """The client itself, offline and with an empty cache: no network is asked, one line comes back."""
-    code = f"import sys; sys.path.insert(0, {str(Path(checkpoint.__file__).parent)!r}); from checkpoint import resolve, UserError\ntry: resolve('owner/name')\nexcept UserError as e: print(e)"
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent)!r}); from hub import resolve, UserError\ntry: resolve('owner/name')\nexcept UserError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert done.stdout.startswith("owner/name is no folder here, and from the hub: it is not in the local cache") and done.stdout.count("\n") == 1, done

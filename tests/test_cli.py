@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 
 import generate
 import tiny
-from checkpoint import save_draft, save_target, write_safetensors
+from checkpoint import save_draft, save_target
 from helpers import steps_that_end
+from hub import write_safetensors
 from show import DRAFTED, OWN, RESET, TextStream
 from tokens import byte_tokenizer, save_tokenizer
 

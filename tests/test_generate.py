@@ -8,7 +8,7 @@ import torch
 import generate
 import serve
 import tiny
-from checkpoint import UserError
+from hub import UserError
 from invariants import counters_add_up, decode, texts
 from verify import Sampling, sample
 

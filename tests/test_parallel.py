@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import generate
 import tiny
-from checkpoint import UserError, keep_packed, layout, load_draft, load_target, on_meta, parse_config, save_draft, save_target, write_safetensors
+from checkpoint import keep_packed, layout, load_draft, load_target, on_meta, parse_config, save_draft, save_target
 from draft import DraftConfig, Drafter
 from helpers import GOLDEN, golden_target, to_fp8, to_int4, write
+from hub import UserError, write_safetensors
 from model import Config, MoE, Transformer
 from parallel import check_layout, dividers, parse_layout
 from plan import chunk_room, memory_plan, score_bytes

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import tiny
-from checkpoint import UserError, layout, load_draft, load_target, on_meta, parse_config
+from checkpoint import layout, load_draft, load_target, on_meta, parse_config
 from draft import DraftConfig, Drafter
 from helpers import golden_draft, golden_target, kimi_k25, to_fp8, to_int4, write
+from hub import UserError
 from model import Config, Transformer
 from plan import check_fits, memory_plan, storage, table
 from verify import Decoder

@@ -8,7 +8,7 @@ import torch
 import generate
 import serve
 import tiny
-from checkpoint import UserError
+from hub import UserError
 from invariants import Watched, close, counters_add_up, scored
 from serve import Request, Result, Usage, open_batch, record
 from verify import Decoder, Plan

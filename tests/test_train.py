@@ -19,8 +19,9 @@ import corpus
 import generate
 import tiny
 import train
-from checkpoint import UserError, load_draft, load_target, save_draft, save_target
+from checkpoint import load_draft, load_target, save_draft, save_target
 from helpers import to_fp8, write
+from hub import UserError
 
 ROOT = Path(__file__).parent.parent
 LOSSES = ("ce", "soft", "dpace")
