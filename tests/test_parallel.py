@@ -306,10 +306,10 @@ def test_fp8_slices_are_those_of_the_whole(cases, experts):
         for s in mine:
             shape, offset, total, got = s[at]
             piece = p[tuple(slice(o, o + n) for o, n in zip(offset, shape))]
-            if name.endswith("gate_up") and shape[1] < total[1]:  # each half is divided
-                half = total[1] // 2
-                at_down = s[f"target.{name.removesuffix('gate_up')}down"][1]
-                piece = torch.cat([p[offset[0]:offset[0] + shape[0], b + at_down[2]:b + at_down[2] + shape[1] // 2] for b in (0, half)], 1)
+            if name.endswith("gate_up") and shape[-2] < total[-2]:  # each half, of one FFN or of every expert here, is divided
+                first = s[f"target.{name.removesuffix('gate_up')}down"][1][-1]
+                ours = p if p.dim() == 2 else p[offset[0]:offset[0] + shape[0]]
+                piece = torch.cat([half[..., first:first + shape[-2] // 2, :] for half in ours.chunk(2, -2)], -2)
             assert got == pytest.approx(piece.double().sum().item(), abs=1e-9), name
 
 
