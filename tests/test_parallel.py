@@ -395,6 +395,23 @@ def test_rank_0_alone_speaks():
         assert p.returncode != 0 and not out and errors(err) == [f"error: {says}"], err
 
 
+def test_a_file_of_prompts(tmp_path):
+    """Rank 0 reads it, finds what was done before and what cannot be served, and writes the results: those of one process."""
+    lines = [{"id": 1, "prompt": "def f(", "max_new_tokens": 20, "stop": ["\n"]}, {"id": 2, "prompt": "class A:", "temperature": 0.8, "seed": 3}, {"id": 3},
+             {"id": 4, "prompt": "import os", "top_k": 3, "temperature": 1.0}, {"id": 5, "prompt": "x = "}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outs = [tmp_path / name for name in ("alone.jsonl", "ranks.jsonl")]
+    for out in outs:
+        out.write_text(json.dumps({"id": 5, "text": "", "finish": "length"}) + "\n")
+    arguments = ("generate.py", "--prompts", tmp_path / "prompts.jsonl", "--batch", 2, "--max-new-tokens", 12, "--dtype", "float64", "--mode", "ddtree", "--budget", 8)
+    p = torchrun(2, *arguments, "--out", outs[1], "--tp", 2, "--experts", "ep")
+    alone = subprocess.run([sys.executable, *map(str, arguments), "--out", str(outs[0])], capture_output=True, text=True, cwd=ROOT)
+    out, err = p.communicate(timeout=240)
+    assert alone.returncode == 2 and p.returncode != 0 and not out and errors(err) == errors(alone.stderr) != []
+    ours, theirs = ({r["id"]: (r.get("tokens"), r["text"], r["finish"]) for r in map(json.loads, out.read_text().splitlines())} for out in outs)
+    assert ours == theirs and sorted(ours) == [1, 2, 4, 5] and ours[1][2] == "stop", err
+
+
 @pytest.mark.parametrize("more, says", [
     (("--max-new-tokens", 5), "the flags are not those of rank 0: max_new_tokens is 5, there 6. Start every host with the same flags and files"),
     (("--draft", "none"), "the models' configs are not those of rank 0: a drafter is False, there True; ")])
