@@ -163,7 +163,7 @@ def main(folder: Path) -> None:
     if device == "cuda":  # NCCL wants a device of its own for each rank; gloo is content with one for all
         torch.cuda.set_device(rank % torch.cuda.device_count())
     two = device == "cuda" and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("cpu:gloo,cuda:nccl" if two else "gloo", timeout=datetime.timedelta(seconds=300))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if two else "gloo", timeout=datetime.timedelta(seconds=120))
     assert agree(rank) == 0
     seen, ordinary = {}, torch.compile
     for case in cases:
