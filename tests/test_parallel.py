@@ -429,7 +429,7 @@ def test_the_modes_are_measured_in_each_layout(tmp_path):
     """The tables and the JSON object come from rank 0; every mode wrote ar's text in every layout."""
     tiny_pair = Cases.small_pair(SimpleNamespace(folder=tmp_path, draft_config=Cases.draft_config), "bench", vocab_size=300)
     save_tokenizer(Path(tiny_pair[0]))
-    p = torchrun(2, "bench.py", "--quick", "--tp", 2, "--experts", "tp", "ep", "--model", tiny_pair[0], "--draft", tiny_pair[1], "--prompts", 2, "--tokens", 9,
+    p = torchrun(2, "bench.py", "--quick", "--tp", 2, "--experts", "tp", "ep", "--model", tiny_pair[0], "--draft", tiny_pair[1], "--prompts", 1, "--tokens", 6,
                  "--budgets", 5, "--temperature", 0.7, "--dtype", "float64", "--out", tmp_path / "out.json", XDG_CACHE_HOME=str(tmp_path))
     out, err = p.communicate(timeout=400)
     assert p.returncode == 0, err
