@@ -36,13 +36,13 @@ COMPILED_WIDTHS = (8, 32)   # each plan costs a compilation
 RING = 32                   # rounds the drafter's taps may wait in memory: one graft then reads its weights once for all of them
 MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24 rounds later
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
-DRIFT, PAIRED = 0.25, 0.15  # how fast the machine's pace, and a candidate's own cost, follow live rounds
+DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
 PROBES, PROBES_AR = 0.01, 0.014  # share of time that probes may lose; while plain decode runs, nothing else tells that the text has become predictable
 ASK = 0.25                  # rounds of plain decode that the first probe of a text may lose
 SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and before plain decode asks again
-KNOWN, GUESSED = 5.0, 1.0   # rounds that what another text taught counts for at most, and a first guess
+KNOWN, GUESSED = 6.0, 1.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = {"dflash": 0.25, "ddtree": 0.18}  # the slowest of n rows drafts about n^-this of the mean: bundled pair, other texts than bench/
 LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
 

@@ -299,7 +299,7 @@ def test_what_cannot_win_is_not_tried():
     world = World([1, 2.9, 1.4, 2.2, 3.0, 4.3, 6.5, 20], workload(0.9), 16)
     assert len(world.auto.possible) == 7 and world.auto.told == WIDTHS[:-1]
     world.run(500)
-    assert not world.auto.rounds[-1] and world.auto.rounds[world.auto.current] > 300
+    assert not world.auto.rounds[-1] and world.rate(world.auto.current) > 0.9 * world.best()  # (three are nearly even)
     few = Auto(candidates_for(D, WIDTHS), [1.0] + [30.0] * 7, D)
     assert few.possible == [0] and few.told == WIDTHS[:1] and [few.choose() for _ in range(3)] == [0] * 3
 
