@@ -102,7 +102,8 @@ class Reads(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         def ours(t):
             return isinstance(t, Tensor) and t.untyped_storage().data_ptr() == self.storage
-        self.bytes += 0 if ours(out) else sum(t.nbytes for t in args if ours(t))
+        views = ours(out[0] if isinstance(out, (tuple, list)) and out else out)
+        self.bytes += 0 if views else sum(t.nbytes for t in args if ours(t))
         return out
 
 
