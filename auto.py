@@ -9,7 +9,7 @@ expected drafts per depth corrects it, at any temperature, since what is accepte
 Every round the candidate with the most expected tokens per second is found by a full scan (distinct experts are concave in the
 width, so a stop at the first loss would err). While requests wait for a slot all tokens count; once none does, those of the row that ends
 last. Something else is picked only where it is clearly better, and now and then another candidate gets a round, within 1 % of the
-time (1.4 % while plain decode runs), so that what lost once can come back.
+time, so that what lost once can come back.
 
 The controller is plain Python and holds no tensor: tests and bench.py --simulate drive it with a clock of their own.
 
@@ -38,10 +38,11 @@ MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES, PROBES_AR = 0.01, 0.014  # share of time that probes may lose; while plain decode runs, nothing else tells that the text has become predictable
+PROBES = 0.01               # share of time that probes may lose
 ASK = 0.25                  # rounds of plain decode that the first probe of a text may lose
 SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and before plain decode asks again
+SCAN = 3                    # rounds of plain decode between two scans
 KNOWN, GUESSED = 6.0, 1.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = {"dflash": 0.25, "ddtree": 0.18}  # the slowest of n rows drafts about n^-this of the mean: bundled pair, other texts than bench/
 LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
@@ -121,6 +122,8 @@ class Auto:
         """The number of the candidate that the next round should be. left: row -> the tokens it may still emit; none where
         other requests wait for a row to end."""
         self.left, self.probing = left or {}, False
+        if self.current == self.last == 0 and self.run % SCAN:    # plain decode teaches nothing, and its rounds are short
+            return 0
         costs, worths = {i: self.cost(i) for i in self.possible}, {i: self.worth(i) for i in self.possible}
         rates = {i: worths[i] / costs[i] for i in self.possible}
         best = pick(rates)
@@ -158,7 +161,7 @@ class Auto:
         self.age = [a + 1 for a in self.age]
         self.age[i] = 0
         if not self.probing:
-            self.allowance = min(self.allowance + (PROBES if self.current else PROBES_AR) * self.cost(i), 2 * self.cost(self.current))
+            self.allowance = min(self.allowance + PROBES * self.cost(i), 2 * self.cost(self.current))
         self.unheard = [u + 1 for u in self.unheard]
         if i and drafts:
             mean = sum(drafts.values()) / len(drafts)
