@@ -56,6 +56,8 @@ def runs(ranks: int, number: int, layout: int) -> list:
 COMPILED = [(2, "single", "tp", "ar", "greedy", "inductor"), (2, "short", "tp", "ddtree", "sampled", "aot_eager"),
             (2, "short", "ep", "auto", "greedy+sampled", "eager"), (2, "kimi_k2", "ep", "ddtree", "filtered+greedy+sampled", "eager"),
             (2, "bundled", "tp", "dflash", "greedy+sampled", "eager"),  # with a Markov head
+            (2, "deepseek_v2_lite", "tp", "ddtree", "greedy+sampled", "eager"), (2, "deepseek_v3", "ep", "dflash", "sampled", "eager"),
+            (2, "glm4_moe_lite", "tp", "dflash", "greedy", "eager"), (2, "moonlight", "ep", "ddtree", "greedy", "eager"),
             (4, "short", "2x2", "ddtree", "greedy+sampled", "eager")]
 HELD = ("deepseek_v3", "glm4_moe_lite", "odd", "int4")
 
