@@ -192,7 +192,7 @@ def cos_sin(frequencies: Tensor, positions: Tensor, amplitude: float) -> tuple:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates (x0, x1), (x2, x3), … (..., R) in place of each other. cos (..., R): each value twice; sin the same, the first of a pair negated."""
+    """Rotates the pairs (x0, x1), (x2, x3), … of the last dim R. cos (…, R): each value twice; sin likewise, the first of a pair negated."""
     wide = upcast(x)
     return torch.addcmul(wide * cos, wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), sin).type_as(x)
 
