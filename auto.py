@@ -43,7 +43,7 @@ ASK = 0.25                  # rounds of plain decode that the first probe of a t
 SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and before plain decode asks again
 SCAN = 3                    # rounds of plain decode between two scans
-KNOWN, GUESSED = 6.0, 1.0   # rounds that what another text taught counts for at most, and a first guess
+KNOWN, GUESSED = 6.0, 3.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = {"dflash": 0.25, "ddtree": 0.18}  # the slowest of n rows drafts about n^-this of the mean: bundled pair, other texts than bench/
 LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
 
