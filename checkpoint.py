@@ -124,6 +124,14 @@ def layout(model: nn.Module, stored=()) -> Iterator[Slot]:
         yield slot._replace(at=(), whole=()) if slot.says or slot.whole == slot.held else slot
 
 
+def swiglu_slots(at: str, gate_up: Tensor, down: Tensor, i: int, I: int) -> Iterator[Slot]:
+    """Of a dense FFN or one expert: this rank's width begins at i of I."""
+    (gate, up), h = gate_up.chunk(2), len(down)
+    yield Slot(f"{at}gate_proj.weight", (gate,), at=(i, 0), whole=(I, h))
+    yield Slot(f"{at}up_proj.weight", (up,), at=(i, 0), whole=(I, h))
+    yield Slot(f"{at}down_proj.weight", (down,), at=(0, i), whole=(h, I))
+
+
 def placed(model: nn.Module, stored) -> Iterator[Slot]:
     for path, m in model.named_modules():
         at = f"{path}." if path else ""
@@ -132,15 +140,13 @@ def placed(model: nn.Module, stored) -> Iterator[Slot]:
             yield Slot(f"{at}kv_b_proj.weight", (m.w_uk, m.w_uv), 1, at=(first * rows, 0), whole=(H * rows, C))
             q, kv = m.w_a.split((m.c.q_lora_rank or 0, m.c.latent_dim))
             if m.c.q_lora_rank:
-                yield Slot(f"{at}q_a_proj.weight", (q,), at=(0, 0), whole=tuple(q.shape))
-            yield Slot(f"{at}kv_a_proj_with_mqa.weight", (kv,), at=(0, 0), whole=tuple(kv.shape))
+                yield Slot(f"{at}q_a_proj.weight", (q,))
+            yield Slot(f"{at}kv_a_proj_with_mqa.weight", (kv,))
             offset, whole = share(m, "w_q")
             yield Slot(f"{at}q_{'b_' if m.c.q_lora_rank else ''}proj.weight", (m.w_q,), at=offset, whole=whole)
         elif isinstance(m, FFN):
-            ((_, i), (h, I)), (gate, up) = share(m, "down"), m.gate_up.chunk(2)
-            yield Slot(f"{at}gate_proj.weight", (gate,), at=(i, 0), whole=(I, h))
-            yield Slot(f"{at}up_proj.weight", (up,), at=(i, 0), whole=(I, h))
-            yield Slot(f"{at}down_proj.weight", (m.down,), at=(0, i), whole=(h, I))
+            (_, i), (_, I) = share(m, "down")
+            yield from swiglu_slots(at, m.gate_up, m.down, i, I)
         elif isinstance(m, Experts):
             (first, _, i), (E, h, I) = share(m, "down")
             if f"{at}gate_up_proj" in stored:                                         # (E, 2I, h), and of a rank two pieces of it
@@ -149,10 +155,7 @@ def placed(model: nn.Module, stored) -> Iterator[Slot]:
                 yield Slot(f"{at}down_proj", (m.down,), at=(first, 0, i), whole=(E, h, I))
                 continue
             for e, (gate_up, down) in enumerate(zip(m.gate_up, m.down), first):
-                gate, up = gate_up.chunk(2)
-                yield Slot(f"{at}{e}.gate_proj.weight", (gate,), at=(i, 0), whole=(I, h))
-                yield Slot(f"{at}{e}.up_proj.weight", (up,), at=(i, 0), whole=(I, h))
-                yield Slot(f"{at}{e}.down_proj.weight", (down,), at=(0, i), whole=(h, I))
+                yield from swiglu_slots(f"{at}{e}.", gate_up, down, i, I)
         elif isinstance(m, PackedExperts):
             (first, _, i), (_, h, I) = share(m, "down_packed")
             i, I = i * WORD, I * WORD

@@ -374,8 +374,8 @@ class Experts(nn.Module):
         return y if isinstance(y, Tensor) else torch.zeros_like(x)
 
     def gathered(self, x: Tensor, ids: Tensor) -> Tensor:
-        gate, up = (self.gate_up[ids] * x[:, None, None]).sum(-1).chunk(2, -1)                            # (T, K, I)
-        return (self.down[ids] * (F.silu(gate) * up).unsqueeze(2)).sum(-1)
+        hidden = swiglu((self.gate_up[ids] * x[:, None, None]).sum(-1))                                   # (T, K, I)
+        return (self.down[ids] * hidden.unsqueeze(2)).sum(-1)
 
     def grouped(self, x: Tensor, ids: Tensor) -> Tensor:
         (T, K), E = ids.shape, self.down.shape[0]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import own_ids
+from model import own_ids, swiglu
 
 BLOCK = 128  # fp8: rows and columns that share a scale; the last block of either may be smaller
 GROUP = 32   # int4: neighbours along the input that share a scale
@@ -42,8 +42,8 @@ def one_expert(x: Tensor, e: Tensor, gate_up_packed: Tensor, gate_up_scale: Tens
     h, I = x.shape[1], down_packed.shape[2] * WORD
     def dense(packed, scale, shape):
         return unpack_int4(packed.index_select(0, e).squeeze(0), scale.index_select(0, e).squeeze(0), shape).to(x.dtype)
-    gate, up = F.linear(x, dense(gate_up_packed, gate_up_scale, (2 * I, h))).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, dense(down_packed, down_scale, (h, I)))
+    hidden = swiglu(F.linear(x, dense(gate_up_packed, gate_up_scale, (2 * I, h))))
+    return F.linear(hidden, dense(down_packed, down_scale, (h, I)))
 
 
 def own_rows(x: Tensor, weights: Tensor, ids: Tensor, *packed: Tensor) -> Tensor:
