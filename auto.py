@@ -6,10 +6,10 @@ for every depth the probability that the drafter's nodes there hold the target's
 the widest tree prices all narrower ones. A drafter is too sure of itself or not sure enough: a running ratio of accepted to
 expected drafts per depth corrects it, at any temperature, since what is accepted is equality with the target's own token.
 
-Every round the candidate with the most expected tokens per second is found by a full scan (distinct experts are concave in the
-width, so a stop at the first loss would err). While requests wait for a slot all tokens count; once none does, those of the row that ends
-last. Something else is picked only where it is clearly better, and now and then another candidate gets a round, within 1 % of the
-time, so that what lost once can come back.
+The candidate with the most expected tokens per second is found by a full scan (distinct experts are concave in the width, so a stop at
+the first loss would err), whenever a round reported or a row ended, and every few rounds of plain decode, which report nothing. While
+requests wait for a slot all tokens count; once none does, those of the row that ends last. Something else is picked only where it is
+clearly better, and now and then another candidate gets a round, within 1 % of the time, so that what lost once can come back.
 
 The controller is plain Python and holds no tensor: tests and bench.py --simulate drive it with a clock of their own.
 
@@ -24,6 +24,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from statistics import NormalDist
 from typing import Callable, Optional
 
 import torch
@@ -33,19 +34,19 @@ from verify import ODDS, Decoder, Plan
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
 COMPILED_WIDTHS = (8, 32)   # each plan costs a compilation
-RING = 32                   # rounds the drafter's taps may wait in memory: one graft then reads its weights once for all of them
+RING, RING_COMPILED = 128, 32  # rounds the drafter's taps may wait in memory: compiled, a graft is of all of them, whatever waits
 MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24 rounds later
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES = 0.01               # share of time that probes may lose
+PROBES = 0.0075             # share of time that probes may lose
 ASK = 0.25                  # rounds of plain decode that the first probe of a text may lose
-SETTLED, QUIET = 6.0, 4     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
-REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and before plain decode asks again
-SCAN = 3                    # rounds of plain decode between two scans
+SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
+REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and between two scans of plain decode
+END = 24                    # tokens of the longest row below which a probe would teach too late
 KNOWN, GUESSED = 6.0, 3.0   # rounds that what another text taught counts for at most, and a first guess
-SPREAD = {"dflash": 0.25, "ddtree": 0.18}  # the slowest of n rows drafts about n^-this of the mean: bundled pair, other texts than bench/
-LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
+SPREAD = 0.7                # how unlike rows are: of the bundled pair, on other texts than those of bench/
+LIKENESS = 64.0             # drafts of a row that weigh as much as that rule
 
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
@@ -78,32 +79,39 @@ class Auto:
         if habits:
             self.mass, self.accepted, self.expected = habits["mass"], habits["accepted"], habits["expected"]
             self.weight = [min(w, KNOWN) for w in habits["weight"]]
-        self.unheard = [0] * len(self.mass)                       # rounds since the last report on each
+        self.turn = 0                                             # rounds so far
+        self.heard = [0] * len(self.mass)                         # the turn of the last report on each
         self.luck, self.left = {}, {}                             # row -> drafts it accepted and a mean row did; tokens to come
         self.current = pick({i: self.rate(i) for i in self.possible})
-        self.last, self.run, self.age = self.current, 0, [REST] * n
+        self.last, self.run, self.ran = self.current, 0, [-REST] * n  # ran: the turn of each candidate's last round
         self.allowance = ASK * seconds[0]                         # seconds that probes may lose
         if max(self.weight) <= GUESSED:                           # a drafter never heard is asked at once
             self.allowance = min([seconds[i] for i in self.possible if i], default=0.0)
         self.rounds, self.probes, self.probing, self.timed = [0] * n, 0, False, False
+        self.nap = 0                                              # rounds for which the last scan holds unless there is news
 
     # What a round gives and costs
 
+    def odds(self, i: int) -> list:
+        """The probability that a row accepts a draft at each depth in one round of candidate i; of plain decode, none."""
+        return [min(m * a / e, 1.0) for m, a, e in zip(self.mass[self.row(i)], self.accepted, self.expected)] if i else []
+
     def gain(self, i: int) -> float:
         """Expected tokens of a row in one round."""
-        if i == 0:
-            return 1.0
-        return 1 + sum([min(m * a / e, 1.0) for m, a, e in zip(self.mass[self.row(i)], self.accepted, self.expected)])
+        return 1 + sum(self.odds(i))
 
     def worth(self, i: int) -> float:
         """Expected tokens of a round, of a mean row, or, where no request waits, of the row that ends last: what it accepted so far
         tells it from the mean, and before that, how many rows there are."""
-        drafts, spread = self.gain(i) - 1, SPREAD.get(self.candidates[i].mode)
-        if i == 0 or len(self.left) < 2:
-            return 1 + drafts
-        slowest, most, none = LIKENESS * len(self.left) ** -spread, self.depths, (0.0, 0.0)
+        odds, n = self.odds(i), len(self.left)
+        drafts = sum(odds)
+        if not odds or n < 2:
+            return min(1 + drafts, max(self.left.values(), default=math.inf))
+        # the slowest of n is as far from the mean as the largest of n normal numbers (Blom 1958), the further the less likely a draft
+        far = 1 + SPREAD * odds[0] * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
+        slowest, most, none = LIKENESS * sum([p ** far for p in odds]) / max(drafts, 1e-9), self.depths, (0.0, 0.0)
         luck = [(n, *self.luck.get(row, none)) for row, n in self.left.items()]
-        return max(self.left.values()) / max([n / (1 + min(drafts * (own + slowest) / (mean + LIKENESS), most)) for n, own, mean in luck])
+        return max(self.left.values()) / max(1.0, *[n / (1 + min(drafts * (own + slowest) / (mean + LIKENESS), most)) for n, own, mean in luck])
 
     def row(self, i: int) -> int:
         """Where `mass` holds what candidate i, which drafts, should have accepted."""
@@ -121,9 +129,11 @@ class Auto:
     def choose(self, left: Optional[dict] = None) -> int:
         """The number of the candidate that the next round should be. left: row -> the tokens it may still emit; none where
         other requests wait for a row to end."""
-        self.left, self.probing = left or {}, False
-        if self.current == self.last == 0 and self.run % SCAN:    # plain decode teaches nothing, and its rounds are short
-            return 0
+        left, self.probing = left or {}, False
+        if self.nap and len(left) == len(self.left) and max(left.values(), default=math.inf) > self.depths:
+            self.nap -= 1
+            return self.current
+        self.left, self.nap = left, (QUIET if self.current else REST_AR) - 1
         costs, worths = {i: self.cost(i) for i in self.possible}, {i: self.worth(i) for i in self.possible}
         rates = {i: worths[i] / costs[i] for i in self.possible}
         best = pick(rates)
@@ -131,38 +141,37 @@ class Auto:
         margin = MARGIN * (1 if self.current else 2) + DOUBT / self.weight[self.row(best)] if best else 0.0
         if rates[best] > rates[self.current] * (1 + margin):
             self.current = best
-        if self.current == 0 and min(self.unheard) < REST_AR and sum(self.rounds):
+        if self.current == 0 and self.turn and self.turn - max(self.heard) < REST_AR:
             return self.current
         def loss(i):                  # seconds that a round of i, which reports, loses against the current candidate
             return max(costs[i] + self.report * math.exp(self.drift) - worths[i] / rates[self.current], 0.01 * costs[self.current])
         # plain decode and a chain tell nothing of the widths: what is nearly as good is asked sooner then
-        soon = REST // 4 if min(self.unheard[:len(self.told)]) >= REST // 4 else REST
-        stale = [i for i in self.possible if i != self.current and self.age[i] >= soon
-                 and (self.age[i] >= REST or loss(i) < 0.1 * costs[self.current])]
+        soon = REST // 4 if self.turn - max(self.heard[:len(self.told)]) >= REST // 4 else REST
+        stale = [i for i in self.possible if i != self.current and self.turn - self.ran[i] >= soon
+                 and (self.turn - self.ran[i] >= REST or loss(i) < 0.1 * costs[self.current])]
         least = min(stale, key=loss, default=None)
-        if least is not None and loss(least) <= self.allowance:
+        late = max(left.values(), default=math.inf) < min(END, self.turn)
+        if least is not None and not late and loss(least) <= self.allowance:
             self.allowance -= loss(least)
-            self.probing = True
+            self.probing, self.nap = True, 0
             return least
         return self.current
 
     def settled(self) -> bool:
         """Whether the round just chosen need not report: the means rest on enough rounds, the last of them is not long ago."""
-        return not self.probing and min(*self.weight[:len(self.told)], self.weight[-1]) >= SETTLED and self.unheard[-1] + 1 < QUIET
+        return not self.probing and min(*self.weight[:len(self.told)], self.weight[-1]) >= SETTLED and self.turn - self.heard[-1] + 1 < QUIET
 
-    def learn(self, i: int, drafts: dict, accepted: Optional[list] = None, expected: Optional[list] = None) -> None:
-        """What a round of candidate i showed. drafts: row -> how many it accepted. accepted (D): how many rows accepted a draft at
-        each depth. expected, summed over rows: how many should have, of each width of the ladder and the chain (W + 1, D); of a dflash
+    def learn(self, i: int, drafts: dict, accepted: Optional[list] = None, expected: Optional[list] = None, rounds: int = 1) -> None:
+        """What a round of candidate i showed, or several that did not report. drafts: row -> how many it accepted. accepted (D): how many
+        rows accepted a draft at each depth. expected, summed over rows: how many should have, of each width of the ladder and the chain (W + 1, D); of a dflash
         round, of the chain alone (1, D); None of plain decode, and of a round that did not report."""
-        self.rounds[i] += 1
+        self.rounds[i] += rounds
         self.probes += self.probing
-        self.run = self.run + 1 if i == self.last else 0
-        self.last = i
-        self.age = [a + 1 for a in self.age]
-        self.age[i] = 0
+        self.run = self.run + rounds if i == self.last else rounds - 1
+        self.last, self.turn = i, self.turn + rounds
+        self.ran[i] = self.turn
         if not self.probing:
-            self.allowance = min(self.allowance + PROBES * self.cost(i), 2 * self.cost(self.current))
-        self.unheard = [u + 1 for u in self.unheard]
+            self.allowance = min(self.allowance + rounds * PROBES * self.cost(i), 2 * self.cost(self.current))
         if i and drafts:
             mean = sum(drafts.values()) / len(drafts)
             known = {row: self.luck.get(row, (0.0, 0.0)) for row in drafts}
@@ -185,10 +194,10 @@ class Auto:
         self.own[i] += PAIRED / (1 + run) * error
 
     def hear(self, i: int, rows: int, accepted: list, expected: list) -> None:
-        heard = [*range(len(expected) - 1), len(self.mass) - 1]  # (a chain is drafted without a tree)
+        self.nap, heard = 0, [*range(len(expected) - 1), len(self.mass) - 1]  # (a chain is drafted without a tree)
         for k, now in zip(heard, expected):  # many rows tell more than one, but share the machine's and the hour's texts
-            self.weight[k] = self.weight[k] * (1 - MEMORY) ** self.unheard[k] + rows ** 0.5
-            self.unheard[k] = 0
+            self.weight[k] = self.weight[k] * (1 - MEMORY) ** (self.turn - self.heard[k]) + rows ** 0.5
+            self.heard[k] = self.turn
             self.mass[k] = [m + (x / rows - m) * rows ** 0.5 / self.weight[k] for m, x in zip(self.mass[k], now)]
         told = expected[heard.index(self.row(i))]
         for d in range(self.depths):  # forgets as much as it hears: a depth that rounds do not reach keeps its ratio
@@ -227,7 +236,9 @@ class Pilot:
         """key: of the files that keep what is learnt. kept: what `start` measured, or read. habits: of earlier texts."""
         self.decoder, self.key, self.kept = decoder, key, kept
         self.auto = Auto(candidates, kept["seconds"], decoder.draft.depths, habits, kept["report"][0])
+        self.numbers = {(c.mode, c.budget): i for i, c in enumerate(candidates)}
         self.calls, self.span, self.followed, self.rows = {}, 0, 0.0, {}
+        self.plain = []  # seconds of rounds of plain decode, short as they are: learnt from together, to spare the host's time
 
     def __call__(self, state) -> Plan:
         if state.plan is not None:
@@ -241,16 +252,28 @@ class Pilot:
         return plan
 
     def hear(self, state) -> None:
-        plan, B, D = state.plan, len(self.decoder.root), self.auto.depths
-        i = next(i for i, c in enumerate(self.auto.candidates) if c.name == plan.name or c.mode == plan.mode == "dflash")
-        self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
-        told = state.packed[B:]  # nothing after plain decode, or a quiet round
-        # the first two calls of a graph compile and record it
-        seconds = None if self.decoder.compiled and calls <= 2 else max(
-            state.seconds - self.kept["catch_up"][0] * self.followed - self.report(plan) * bool(told), 0.1 * state.seconds)
-        expected = [[m / ODDS for m in row[:D]] for row in told[:-1]] or None
-        self.auto.learn(i, {number: state.packed[slot][0] - 1 for slot, (number, _) in self.rows.items()}, told[-1][:D] if told else None, expected)
-        self.auto.time(i, seconds, self.auto.run)
+        plan, D = state.plan, self.auto.depths
+        i = 0 if plan.mode == "ar" else self.numbers[plan.mode, plan.budget]
+        told = state.packed[len(self.decoder.root):] if i else []  # nothing after a quiet round
+        seconds = max(state.seconds - self.kept["catch_up"][0] * self.followed - self.report(plan) * bool(told), 0.1 * state.seconds)
+        if self.decoder.compiled:  # the first two calls of a graph compile and record it
+            self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
+            seconds = seconds if calls > 2 else None
+        if i == 0:
+            self.plain.append(seconds)
+        if i or not self.auto.nap:
+            self.learn_plain()
+        if i:
+            drafts = {number: state.packed[slot][0] - 1 for slot, (number, _) in self.rows.items()}
+            self.auto.learn(i, drafts, told[-1][:D] if told else None, [[m / ODDS for m in row[:D]] for row in told[:-1]] or None)
+            self.auto.time(i, seconds, self.auto.run)
+
+    def learn_plain(self) -> None:
+        if self.plain:
+            self.auto.learn(0, {}, rounds=len(self.plain))
+            seconds = sorted(s for s in self.plain if s is not None)
+            self.auto.time(0, seconds[len(seconds) // 2] if seconds else None, self.auto.run)
+            self.plain = []
 
     def report(self, plan: Plan) -> float:
         """Seconds that the report of a round takes: little of a chain's, and of a tree's as much more as a wider one must be built."""
@@ -260,6 +283,7 @@ class Pilot:
 
     def keep(self) -> None:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
+        self.learn_plain()
         if sum(self.auto.rounds) > 1 and keeps_costs(self.decoder):
             write_costs(self.key, {**self.kept, "seconds": [s * math.exp(own) for s, own in zip(self.auto.seconds, self.auto.own)]})
             write_costs(gains_key(self.key), self.auto.habits())

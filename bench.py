@@ -61,6 +61,7 @@ from verify import Decoder, Plan
 
 PROMPTS = Path(__file__).parent / "bench" / "prompts.jsonl"
 CONTEXTS = (64, 256, 512, 896)  # as many as the model's context holds
+BATCHES = 12                    # at least so many, of different prompts each
 STAGES = ("propose", "build", "verify", "accept+commit")
 
 
@@ -138,8 +139,9 @@ def compare(pair: tuple, prompts: list, cases: list, concurrency: int, temperatu
     """Decodes all prompts in every case, interleaved: a row of numbers per case, the first one being the baseline. A row's
     `texts` are its tokens by prompt number."""
     (target, draft, _), rows = pair, {}
-    # the last batch is filled from the start, so that all are full
-    batches = [[i % len(prompts) for i in range(at, at + concurrency)] for at in range(0, len(prompts), concurrency)]
+    # all are full, and there are BATCHES even where they overlap: a median of two says little
+    n, count = len(prompts), max(-(-len(prompts) // concurrency), min(BATCHES, len(prompts)))
+    batches = [[i % n for i in range(k * n // count, k * n // count + concurrency)] for k in range(count)]
     def decode(case, batch, tokens=args.tokens):
         return generate(target, None if case.mode == "ar" else other if case.other else draft, [prompts[i] for i in batch], case.mode, case.budget, tokens,
                         temperature=temperature, seed=batch, spine=case.spine, compile=case.compile)

@@ -166,6 +166,7 @@ class Decoder(nn.Module):
         self.ring, self.waiting = ring if draft is not None else 0, 0      # waiting: the host's bound on pending
         if self.ring:  # one slot more takes what is not committed
             self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring + 1, draft.fc.in_features), persistent=False)
+            self.register_buffer("ring_starts", torch.arange(batch, device=device) * (ring + 1), persistent=False)
         self.compiled, self.pairs, self.least_span = None, {}, 64
 
     def compile(self, progress: Callable = lambda text: None, **options) -> None:
@@ -338,16 +339,19 @@ class Decoder(nn.Module):
     def settle(self, path: Tensor, accepted: Tensor, tokens: Tensor, taps: Optional[Tensor], latents: Tensor, rests: bool = False) -> Tensor:
         """Commits and grafts the path (B, P), moves every active row on. tokens (B, N): the target's. rests: the drafter does not
         run now; the taps of the root wait."""
-        # A row stops at its limit: what it accepts beyond is dropped, and the target's token there is the same token
-        accepted = torch.minimum(accepted, self.limit - self.length - 2)
-        if self.draft is not None:  # a drafter whose context is smaller than the target's: past it, a row decodes plainly
-            accepted = torch.minimum(accepted, self.draft.config.max_positions - self.length - 1)
-        accepted = accepted.clamp(min=0)
-        count = torch.where(self.active, accepted + 1, 0)
+        count, root, emitted = self.active.long(), tokens[:, 0], tokens
+        if path.shape[1] > 1:
+            # A row stops at its limit: what it accepts beyond is dropped, and the target's token there is the same token
+            accepted = torch.minimum(accepted, self.limit - self.length - 2)
+            if self.draft is not None:  # a drafter whose context is smaller than the target's: past it, a row decodes plainly
+                accepted = torch.minimum(accepted, self.draft.config.max_positions - self.length - 1)
+            accepted = accepted.clamp(min=0)
+            count, root = torch.where(self.active, accepted + 1, 0), token_after(tokens, path, accepted)
+            emitted = tokens.gather(1, path)  # the target's token after each accepted node
         self.commit(latents, taps, path, count, rests=rests)
-        self.root.copy_(torch.where(self.active, token_after(tokens, path, accepted), self.root))
+        self.root.copy_(torch.where(self.active, root, self.root))
         self.active.copy_(self.active & (self.length + 1 < self.limit))
-        return torch.cat((count.unsqueeze(1), tokens.gather(1, path)), 1)  # the target's token after each accepted node
+        return torch.cat((count.unsqueeze(1), emitted), 1)
 
     def commit(self, latents: Tensor, taps: Optional[Tensor], path: Tensor, count: Tensor, rows: Optional[Tensor] = None, rests: bool = False) -> None:
         """Latents and taps of the first count (B,) nodes of path go to both caches; lengths follow. rows (B,): see `commit` above.
@@ -355,8 +359,8 @@ class Decoder(nn.Module):
         length = self.length if rows is None else self.length[rows]
         commit(self.target, latents, path, length, count, rows)
         if taps is not None and rests:
-            index = torch.arange(len(count), device=count.device)
-            self.waiting_taps[index, torch.where(count > 0, self.pending, self.ring)] = taps[:, 0]
+            slot = torch.where(self.active, self.pending, self.ring)
+            self.waiting_taps.view(-1, taps.shape[-1]).index_copy_(0, self.ring_starts + slot, taps[:, 0])
             self.pending.add_(count)
         elif taps is not None:
             self.draft.graft(taps.gather(1, path.unsqueeze(-1).expand(-1, -1, taps.shape[-1])), length, count, rows)

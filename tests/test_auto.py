@@ -329,6 +329,77 @@ def test_probes_come_and_cost_little():
     assert got >= 0.975 * world.rate(0)
 
 
+def settled(q: float = 0.5, **seconds) -> Auto:
+    """A controller that is sure of a drafter and may not probe. seconds: of some candidates, where they are not those of a CPU."""
+    mass = [[float(x) for x in row] for row in workload(q)]
+    costs = [seconds.get(c.name.replace(" ", "_"), s) for c, s in zip(candidates_for(D, WIDTHS), WORLDS["a CPU"])]
+    sure = Auto(candidates_for(D, WIDTHS), costs, D, {"mass": mass, "accepted": [9.0] * D, "expected": [9.0] * D, "weight": [100.0] * len(mass)})
+    sure.allowance = 0.0
+    return sure
+
+
+def test_what_is_a_little_better_changes_nothing():
+    """Two candidates whose rates cross again and again by 1 %: the one at work stays; by 20 %, it goes."""
+    sure = settled()
+    now = sure.current
+    other = max((i for i in sure.possible if i != now), key=sure.rate)
+    even = sure.rate(other) / sure.rate(now) * sure.seconds[other]
+    for better in [1.01, 0.99] * 10:
+        sure.seconds[other], sure.nap = even / better, 0
+        assert sure.choose() == now and not sure.probing
+    sure.seconds[other], sure.nap = even / 1.2, 0
+    assert sure.choose() == other
+    sure.seconds[other], sure.nap = even, 0
+    assert sure.choose() == other  # nor back
+
+
+@pytest.mark.parametrize("current", [0, 4])
+def test_a_scan_holds_until_there_is_news(current, monkeypatch):
+    scans, ordinary = [], auto.pick
+    monkeypatch.setattr(auto, "pick", lambda rates: scans.append(1) or ordinary(rates))
+    sure = settled(**({"ar": 0.1} if current == 0 else {"ddtree_8": 1.0}))
+    assert sure.current == current
+    holds = auto.REST_AR if current == 0 else auto.QUIET
+    def scanned(left, rounds=1):
+        scans.clear()
+        for _ in range(rounds):
+            assert sure.choose(left) == current
+            sure.learn(current, dict.fromkeys(left, 0))
+        return len(scans)
+    left = {0: 90, 1: 90}
+    assert scanned(left, 4 * holds) == 4
+    assert scanned(left) == 1 and scanned(left) == 0
+    assert scanned({0: 90}) == 1 and scanned({0: 90}) == 0     # a row ended
+    sure.hear(4, 1, [0] * D, [[0.0] * D for _ in range(len(WIDTHS) + 1)])
+    sure.mass = settled().mass
+    assert scanned({0: 90}) == 1 and scanned({0: 90}) == 0     # a round reported
+    assert scanned({0: D}, 3) == 3                             # drafts will be cut off
+
+
+def test_the_last_tokens_are_neither_probed_for_nor_drafted():
+    sure = settled(0.9)
+    assert sure.choose({0: 90}) != 0 and sure.choose({0: 1}) == 0 and sure.choose({0: 1, 1: 1}) == 0
+    sure.allowance, sure.turn = math.inf, 500
+    assert sure.choose({0: auto.END - 1}) == sure.current and not sure.probing
+    sure.nap = 0
+    assert sure.choose({0: auto.END}) != sure.current and sure.probing
+
+
+@pytest.mark.parametrize("n", [2, 16])
+def test_the_slowest_of_many_rows_is_the_further_from_the_mean_the_more_there_are_and_the_less_a_draft_is_likely(n):
+    """Until their own drafts tell: a row that accepted half of the mean is then priced by that."""
+    sure = settled(0.8)
+    rows = {row: 100 for row in range(n)}
+    def kept(i, left):
+        sure.left = left
+        return (sure.worth(i) - 1) / (sure.gain(i) - 1)
+    assert kept(4, {0: 100}) == 1.0
+    assert 0.4 < kept(1, rows) < kept(2, rows) < 1       # the chain's far depths are the least likely
+    assert kept(4, {row: 100 for row in range(n + 1)}) < kept(4, rows)
+    sure.luck = {row: (5e5 if row == 0 else 1e6, 1e6) for row in rows}
+    assert kept(4, rows) == pytest.approx(0.5, abs=0.01)
+
+
 # What is kept
 
 def pair() -> tuple:
