@@ -45,8 +45,8 @@ SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so
 REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and between two scans of plain decode
 END = 24                    # tokens of the longest row below which a probe would teach too late
 KNOWN, GUESSED = 6.0, 3.0   # rounds that what another text taught counts for at most, and a first guess
-SPREAD = 0.7                # how unlike rows are: of the bundled pair, on other texts than those of bench/
-LIKENESS = 64.0             # drafts of a row that weigh as much as that rule
+SPREAD = 10.0               # how unlike rows are over one token: of the bundled pair, on other texts than those of bench/
+LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
 
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
@@ -103,15 +103,17 @@ class Auto:
     def worth(self, i: int) -> float:
         """Expected tokens of a round, of a mean row, or, where no request waits, of the row that ends last: what it accepted so far
         tells it from the mean, and before that, how many rows there are."""
-        odds, n = self.odds(i), len(self.left)
+        odds, longest = self.odds(i), max(self.left.values(), default=math.inf)
         drafts = sum(odds)
-        if not odds or n < 2:
-            return min(1 + drafts, max(self.left.values(), default=math.inf))
-        # the slowest of n is as far from the mean as the largest of n normal numbers (Blom 1958), the further the less likely a draft
-        far = 1 + SPREAD * odds[0] * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
+        if not odds or len(self.left) < 2:
+            return min(1 + drafts, longest)
+        # the slowest of n rows, p ** far where the mean row has odds p: as far as the largest of n normal numbers (Blom 1958), and further over
+        # few tokens, which luck has no time to even out
+        n = sum(self.left.values()) / longest  # rows that have ended almost do not count
+        far = 1 + SPREAD * odds[0] / longest ** 0.5 * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
         slowest, most, none = LIKENESS * sum([p ** far for p in odds]) / max(drafts, 1e-9), self.depths, (0.0, 0.0)
         luck = [(n, *self.luck.get(row, none)) for row, n in self.left.items()]
-        return max(self.left.values()) / max(1.0, *[n / (1 + min(drafts * (own + slowest) / (mean + LIKENESS), most)) for n, own, mean in luck])
+        return longest / max(1.0, *[n / (1 + min(drafts * (own + slowest) / (mean + LIKENESS), most)) for n, own, mean in luck])
 
     def row(self, i: int) -> int:
         """Where `mass` holds what candidate i, which drafts, should have accepted."""
