@@ -53,6 +53,8 @@ def test_modes_side_by_side(folder, capsys, tmp_path):
         assert r["pooled"] == 1 if r["mode"] == "ar" else r["pooled"] >= 1
         assert all(r["stages"][s]["median"] > 0 for s in bench.STAGES) and 0 <= r["host"]["median"] < 1
     assert all(r["ratio"]["median"] == 1 for r in out["modes"][::4])
+    for ar, auto in zip(out["modes"][::4], out["modes"][1::4]):
+        assert auto["auto"]["median"] == 1 and ar["auto"] == auto["ratio"]
     assert len(out["pick"]) == 4
 
 
@@ -147,9 +149,9 @@ def test_what_counts_as_wrong_and_where_it_is_printed(capsys, monkeypatch, tmp_p
 
 
 def test_auto_is_compared_with_its_own_drafter(capsys):
-    def row(mode, ratio, other=""):
-        return {"mode": mode, "case": mode + other, "other": other, "ratio": {"median": ratio}, "modes": bench.Counter({mode: 1})}
-    rows = [row("auto", 2.0), row("ar", 1.0), row("dflash", 4.0), row("dflash", 8.0, "another")]
+    def row(mode, auto, other=""):
+        return {"mode": mode, "case": mode + other, "other": other, "auto": bench.spread([auto]), "modes": bench.Counter({mode: 1})}
+    rows = [row("auto", 1.0), row("ar", 2.0), row("dflash", 0.5), row("dflash", 0.25, "another")]
     bench.show_auto(rows)
     assert "the best fixed mode, dflash: 0.50" in capsys.readouterr().out
 
