@@ -36,11 +36,11 @@ WIDTHS = (1, 4, 8, 16, 32, 64)
 COMPILED_WIDTHS = (8, 32)   # each plan costs a compilation
 RING, RING_COMPILED = 128, 32  # rounds the drafter's taps may wait in memory: compiled, a graft is of all of them, whatever waits
 MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24 rounds later
+RETURN, USUAL = 1 / 32, 1 / 32  # of expected tokens to the usual, per round of plain decode; of the usual to what is heard, per report
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
 PROBES = 0.0075             # share of time that probes may lose
-ASK = 0.1                   # rounds of plain decode that the first probe of a text may lose
 SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and between two scans of plain decode
 END = 24                    # tokens of the longest row below which a probe would teach too late
@@ -79,13 +79,16 @@ class Auto:
         if habits:
             self.mass, self.accepted, self.expected = habits["mass"], habits["accepted"], habits["expected"]
             self.weight = [min(w, KNOWN) for w in habits["weight"]]
+        self.usual = list(self.mass)                              # a slower mean: first what other texts taught, later this one's
         self.turn = 0                                             # rounds so far
         self.heard = [0] * len(self.mass)                         # the turn of the last report on each
         self.luck, self.left = {}, {}                             # row -> drafts it accepted and a mean row did; tokens to come
+        self.current = 0
         self.current = pick({i: self.rate(i) for i in self.possible})
         self.last, self.run, self.ran = self.current, 0, [-REST] * n  # ran: the turn of each candidate's last round
-        self.allowance = ASK * seconds[0]                         # seconds that probes may lose
-        if max(self.weight) <= GUESSED:                           # a drafter never heard is asked at once
+        if habits:                                                # seconds that probes may lose: texts save up for one together
+            self.allowance = habits["allowance"][0] * seconds[0]
+        else:                                                     # a drafter never heard is asked at once
             self.allowance = min([seconds[i] for i in self.possible if i], default=0.0)
         self.rounds, self.probes, self.probing, self.timed = [0] * n, 0, False, False
         self.nap = 0                                              # rounds for which the last scan holds unless there is news
@@ -93,8 +96,13 @@ class Auto:
     # What a round gives and costs
 
     def odds(self, i: int) -> list:
-        """The probability that a row accepts a draft at each depth in one round of candidate i; of plain decode, none."""
-        return [min(m * a / e, 1.0) for m, a, e in zip(self.mass[self.row(i)], self.accepted, self.expected)] if i else []
+        """The probability that a row accepts a draft at each depth in one round of candidate i; of plain decode, none. While plain decode
+        runs and nothing is heard, it returns to the usual: the stretch that drafts lost in passes."""
+        if i == 0:
+            return []
+        k = self.row(i)
+        back = 1 - (1 - RETURN) ** (self.turn - self.heard[k]) if self.current == 0 else 0.0
+        return [min((m + back * (u - m)) * a / e, 1.0) for m, u, a, e in zip(self.mass[k], self.usual[k], self.accepted, self.expected)]
 
     def gain(self, i: int) -> float:
         """Expected tokens of a row in one round."""
@@ -201,6 +209,7 @@ class Auto:
             self.weight[k] = self.weight[k] * (1 - MEMORY) ** (self.turn - self.heard[k]) + rows ** 0.5
             self.heard[k] = self.turn
             self.mass[k] = [m + (x / rows - m) * rows ** 0.5 / self.weight[k] for m, x in zip(self.mass[k], now)]
+            self.usual[k] = [u + (x / rows - u) * USUAL for u, x in zip(self.usual[k], now)]
         told = expected[heard.index(self.row(i))]
         for d in range(self.depths):  # forgets as much as it hears: a depth that rounds do not reach keeps its ratio
             keep = (1 - CALIBRATION) ** told[d]
@@ -209,7 +218,7 @@ class Auto:
 
     def habits(self) -> dict:
         """What another text with this pair may begin with, in any batch."""
-        return {"mass": self.mass, "accepted": self.accepted, "expected": self.expected, "weight": self.weight}
+        return {"mass": self.mass, "accepted": self.accepted, "expected": self.expected, "weight": self.weight, "allowance": [self.allowance / self.cost(0)]}
 
     # What the user hears
 
