@@ -117,8 +117,8 @@ class Auto:
             return min(1 + drafts, longest)
         # the slowest of n rows, p ** far where the mean row has odds p: as far as the largest of n normal numbers (Blom 1958), and further over
         # few tokens, which luck has no time to even out
-        n = sum(self.left.values()) / longest  # rows that have ended almost do not count
-        far = 1 + SPREAD * odds[0] / longest ** 0.5 * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
+        alike = sum(self.left.values()) / longest  # rows that have ended almost do not count
+        far = 1 + SPREAD * odds[0] / longest ** 0.5 * NormalDist().inv_cdf((alike - 0.375) / (alike + 0.25))
         slowest, most, none = LIKENESS * sum([p ** far for p in odds]) / max(drafts, 1e-9), self.depths, (0.0, 0.0)
         luck = [(n, *self.luck.get(row, none)) for row, n in self.left.items()]
         return longest / max(1.0, *[n / (1 + min(drafts * (own + slowest) / (mean + LIKENESS), most)) for n, own, mean in luck])
@@ -140,7 +140,8 @@ class Auto:
         """The number of the candidate that the next round should be. left: row -> the tokens it may still emit; none where
         other requests wait for a row to end."""
         left, self.probing = left or {}, False
-        if self.nap and len(left) == len(self.left) and max(left.values(), default=math.inf) > self.depths:
+        longest = max(left.values(), default=math.inf)
+        if self.nap and len(left) == len(self.left) and longest > self.depths:
             self.nap -= 1
             return self.current
         self.left, self.nap = left, (QUIET if self.current else REST_AR) - 1
@@ -160,7 +161,7 @@ class Auto:
         stale = [i for i in self.possible if i != self.current and self.turn - self.ran[i] >= soon
                  and (self.turn - self.ran[i] >= REST or loss(i) < 0.1 * costs[self.current])]
         least = min(stale, key=loss, default=None)
-        late = max(left.values(), default=math.inf) < min(END, self.turn)
+        late = longest < min(END, self.turn)
         if least is not None and not late and loss(least) <= self.allowance:
             self.allowance -= loss(least)
             self.probing, self.nap = True, 0
@@ -173,8 +174,8 @@ class Auto:
 
     def learn(self, i: int, drafts: dict, accepted: Optional[list] = None, expected: Optional[list] = None, rounds: int = 1) -> None:
         """What a round of candidate i showed, or several that did not report. drafts: row -> how many it accepted. accepted (D): how many
-        rows accepted a draft at each depth. expected, summed over rows: how many should have, of each width of the ladder and the chain (W + 1, D); of a dflash
-        round, of the chain alone (1, D); None of plain decode, and of a round that did not report."""
+        rows accepted a draft at each depth. expected, summed over rows: how many should have, of each width of the ladder and the chain
+        (W + 1, D); of a dflash round, of the chain alone (1, D); None of plain decode, and of a round that did not report."""
         self.rounds[i] += rounds
         self.probes += self.probing
         self.run = self.run + rounds if i == self.last else rounds - 1
@@ -254,7 +255,7 @@ class Pilot:
     def __call__(self, state) -> Plan:
         if state.plan is not None:
             self.hear(state)
-        plan = self.auto.candidates[self.auto.choose({} if state.more else {number: left for number, left in state.rows.values()})]
+        plan = self.auto.candidates[self.auto.choose({} if state.more else dict(state.rows.values()))]
         waiting, ring = self.decoder.waiting, self.decoder.ring
         self.followed = 0.0 if plan.mode == "ar" and waiting < ring else 1.0 if self.decoder.compiled and waiting else waiting / ring
         self.span, self.rows = state.span, state.rows
@@ -304,6 +305,11 @@ def ladder(budget: Optional[int], compiled: bool) -> tuple:
     """The widths to choose from: budget caps them, and is one."""
     widths = COMPILED_WIDTHS if compiled else WIDTHS
     return widths if budget is None else tuple(w for w in widths if w < budget) + (budget,)
+
+
+def ring_for(mode: str, compiled: bool) -> int:
+    """Rounds that the drafter's taps may wait: only mode auto lets it rest."""
+    return 0 if mode != "auto" else RING_COMPILED if compiled else RING
 
 
 def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progress: Callable = lambda text: None) -> Pilot:

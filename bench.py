@@ -141,8 +141,8 @@ def compare(pair: tuple, prompts: list, cases: list, concurrency: int, temperatu
     `texts` are its tokens by prompt number."""
     (target, draft, _), rows = pair, {}
     # all are full, and there are BATCHES even where they overlap: a median of two says little
-    n, count = len(prompts), max(-(-len(prompts) // concurrency), min(BATCHES, len(prompts)))
-    batches = [[i % n for i in range(k * n // count, k * n // count + concurrency)] for k in range(count)]
+    count = max(-(-len(prompts) // concurrency), min(BATCHES, len(prompts)))
+    batches = [[(k * len(prompts) // count + i) % len(prompts) for i in range(concurrency)] for k in range(count)]
     def decode(case, batch, tokens=args.tokens):
         return generate(target, None if case.mode == "ar" else other if case.other else draft, [prompts[i] for i in batch], case.mode, case.budget, tokens,
                         temperature=temperature, seed=batch, spine=case.spine, compile=case.compile)

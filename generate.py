@@ -21,7 +21,7 @@ from typing import Callable, Iterator, Optional, Union
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 
-from auto import RING, RING_COMPILED, ladder
+from auto import ladder, ring_for
 from chat import encode, encode_chat, load_tokenizer, read_messages, stop_ids as read_stop_ids
 from checkpoint import open_draft, open_target, parse_config
 from draft import Drafter
@@ -199,7 +199,7 @@ def check_memory(args: argparse.Namespace, config: dict, draft: Optional[dict], 
     there = least(there)  # all ranks decide alike, whatever each has
     more = dict(chunk=CHUNK, dtype=DTYPES[args.dtype], experts=args.experts)
     budget = args.budget or BUDGET
-    more["ring"] = 0 if args.mode != "auto" else RING_COMPILED if args.compile else RING
+    more["ring"] = ring_for(args.mode, args.compile)
     if args.mode == "auto" and draft is not None:  # the widest tree that fits is the most auto may pick
         widths = ladder(args.budget, args.compile)
         while len(widths) > 1 and memory_plan(config, draft, context, batch, args.tp, widths[-1], **more)["total"] > there:

@@ -14,7 +14,7 @@ from typing import Callable, Iterable, Iterator, NamedTuple, Optional
 
 import torch
 
-from auto import RING, RING_COMPILED, start
+from auto import ring_for, start
 from draft import Drafter
 from hub import UserError
 from model import Transformer
@@ -135,8 +135,7 @@ def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, ba
     mode = "ar" if draft is None else mode
     context = target.config.max_positions
     most = slots_for(requests, context, False)
-    ring = 0 if mode != "auto" else RING_COMPILED if compile else RING
-    decoder = Decoder(target, None if mode == "ar" else draft, batch, slots_for(requests, context, compile), ring)
+    decoder = Decoder(target, None if mode == "ar" else draft, batch, slots_for(requests, context, compile), ring_for(mode, compile))
     plan = Plan("ar" if mode == "auto" else mode, budget or BUDGET, spine, any(r.sampled for r in requests), any(r.filtered for r in requests))
     decoder.prepare(plan)
     if compile:

@@ -134,7 +134,7 @@ def test_mode_auto_writes_what_ar_writes(settings, monkeypatch):
     draft.tell([p + r.tokens for p, r in zip(prompts, plain)])
     rng = random.Random(0)
     monkeypatch.setattr(Auto, "choose", lambda self, left: rng.randrange(len(self.candidates)))
-    monkeypatch.setattr(serve, "RING", 3)
+    monkeypatch.setattr(auto, "RING", 3)
     assert tokens_of(decode(target, draft, prompts, "auto", max_new_tokens=40, **settings)) == tokens_of(plain)
 
 
@@ -331,11 +331,9 @@ def test_probes_come_and_cost_little():
 
 def settled(q: float = 0.5, **seconds) -> Auto:
     """A controller that is sure of a drafter and may not probe. seconds: of some candidates, where they are not those of a CPU."""
-    mass = [[float(x) for x in row] for row in workload(q)]
+    mass = workload(q)
     costs = [seconds.get(c.name.replace(" ", "_"), s) for c, s in zip(candidates_for(D, WIDTHS), WORLDS["a CPU"])]
-    sure = Auto(candidates_for(D, WIDTHS), costs, D, {"mass": mass, "accepted": [9.0] * D, "expected": [9.0] * D, "weight": [100.0] * len(mass), "allowance": [0.0]})
-    sure.allowance = 0.0
-    return sure
+    return Auto(candidates_for(D, WIDTHS), costs, D, {"mass": mass, "accepted": [9.0] * D, "expected": [9.0] * D, "weight": [100.0] * len(mass), "allowance": [0.0]})
 
 
 def test_what_is_a_little_better_changes_nothing():
