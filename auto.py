@@ -8,8 +8,9 @@ expected drafts per depth corrects it, at any temperature, since what is accepte
 
 The candidate with the most expected tokens per second is found by a full scan (distinct experts are concave in the width, so a stop at
 the first loss would err), whenever a round reported or a row ended, and every few rounds of plain decode, which report nothing. While
-requests wait for a slot all tokens count; once none does, those of the row that ends last. Something else is picked only where it is
-clearly better, and now and then another candidate gets a round, within 1 % of the time, so that what lost once can come back.
+requests wait for a slot, each row counts as the mean one does; once none does, rounds get cheaper as rows end, and what counts is when each
+of them will. Something else is picked only where it is clearly better, and now and then another candidate gets a round, within 1 % of the
+time, so that what lost once can come back.
 
 The controller is plain Python and holds no tensor: tests and bench.py --simulate drive it with a clock of their own.
 
@@ -47,6 +48,7 @@ END = 24                    # tokens of the longest row below which a probe woul
 KNOWN, GUESSED = 6.0, 3.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = 10.0               # how unlike rows are over one token: of the bundled pair, on other texts than those of bench/
 LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
+NORMAL = NormalDist()
 
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
@@ -59,18 +61,28 @@ def pick(rates: dict) -> int:
     return max(rates, key=lambda i: (rates[i], -i))
 
 
+def between(known: dict, rows: int):
+    """rows -> what is known of so many rows, a number or a list of them: on the line between its neighbours, at the ends what is there."""
+    if rows not in known:
+        below, above = max((n for n in known if n < rows), default=None), min((n for n in known if n > rows), default=None)
+        if below is None or above is None:
+            return known[above if below is None else below]
+        part, low, high = (rows - below) / (above - below), known[below], known[above]
+        return [a + part * (b - a) for a, b in zip(low, high)] if isinstance(low, list) else low + part * (high - low)
+    return known[rows]
+
+
 class Auto:
     """Picks a candidate per round: `choose()` before it, `learn(...)` and `time(...)` after it."""
 
-    def __init__(self, candidates: list, seconds: list, depths: int, habits: Optional[dict] = None, report: float = 0.0):
-        """candidates: Plans, plain decode first; seconds: of one round of each, perhaps off by a common factor; depths: D; habits:
-        what `habits()` of an earlier text gave, to begin with; report: seconds more of a probe, which reports."""
-        self.candidates, self.seconds, self.depths, self.report = candidates, list(seconds), depths, report
+    def __init__(self, candidates: list, seconds: dict, depths: int, habits: Optional[dict] = None, report: Optional[dict] = None):
+        """candidates: Plans, plain decode first; seconds: rows of the batch -> seconds of one round of each, perhaps off by a common factor;
+        depths: D; habits: what `habits()` of an earlier text gave, to begin with; report: rows -> seconds more of a probe, which reports."""
+        self.candidates, self.depths, self.report = candidates, depths, report or {1: 0.0}
+        self.seconds = {rows: between(seconds, rows) for rows in range(min(seconds), max(seconds) + 1)}
         self.widths, n = tuple(c.budget for c in candidates if c.mode == "ddtree"), len(candidates)
-        # what costs too much to win though all its drafts were accepted is left alone (0.8: costs are not known that well)
-        self.possible = [i for i, c in enumerate(candidates) if i == 0 or 1 + min(c.budget, depths) > 0.8 * seconds[i] / seconds[0]]
-        widest = max(candidates[i].budget for i in self.possible)
-        self.told = self.widths[:1 + sum(w < widest for w in self.widths[:-1])]  # widths to report on; their widest prices the chain, too
+        self.current = 0
+        self.resize(max(seconds))
         self.drift, self.own = 0.0, [0.0] * n                     # logs: the machine's pace, and each candidate's own error
         # mean expected drafts per depth: of each width, then of the chain; before anything is known, those of a middling drafter
         self.mass = [[0.7 ** d * (d <= n) * (n >= depths or 0.9) for d in range(1, depths + 1)] for n in (*self.widths, depths)]
@@ -82,14 +94,13 @@ class Auto:
         self.usual = list(self.mass)                              # a slower mean: first what other texts taught, later this one's
         self.turn = 0                                             # rounds so far
         self.heard = [0] * len(self.mass)                         # the turn of the last report on each
-        self.luck, self.left = {}, {}                             # row -> drafts it accepted and a mean row did; tokens to come
-        self.current = 0
+        self.luck, self.left, self.prospects = {}, {}, []         # row -> drafts it accepted and a mean row did; row -> tokens to come
         self.current = pick({i: self.rate(i) for i in self.possible})
         self.last, self.run, self.ran = self.current, 0, [-REST] * n  # ran: the turn of each candidate's last round
         if habits:                                                # seconds that probes may lose: texts save up for one together
-            self.allowance = habits["allowance"][0] * seconds[0]
+            self.allowance = habits["allowance"][0] * self.cost(0)
         else:                                                     # a drafter never heard is asked at once
-            self.allowance = min([seconds[i] for i in self.possible if i], default=0.0)
+            self.allowance = min([self.cost(i) for i in self.possible if i], default=0.0)
         self.rounds, self.probes, self.probing, self.timed = [0] * n, 0, False, False
         self.nap = 0                                              # rounds for which the last scan holds unless there is news
 
@@ -108,45 +119,74 @@ class Auto:
         """Expected tokens of a row in one round."""
         return 1 + sum(self.odds(i))
 
-    def worth(self, i: int) -> float:
-        """Expected tokens of a round, of a mean row, or, where no request waits, of the row that ends last: what it accepted so far
-        tells it from the mean, and before that, how many rows there are."""
-        odds, longest = self.odds(i), max(self.left.values(), default=math.inf)
-        drafts = sum(odds)
-        if not odds or len(self.left) < 2:
-            return min(1 + drafts, longest)
-        # the slowest of n rows, p ** far where the mean row has odds p: as far as the largest of n normal numbers (Blom 1958), and further over
-        # few tokens, which luck has no time to even out
-        alike = sum(self.left.values()) / longest  # rows that have ended almost do not count
-        far = 1 + SPREAD * odds[0] / longest ** 0.5 * NormalDist().inv_cdf((alike - 0.375) / (alike + 0.25))
-        slowest, most, none = LIKENESS * sum([p ** far for p in odds]) / max(drafts, 1e-9), self.depths, (0.0, 0.0)
-        luck = [(n, *self.luck.get(row, none)) for row, n in self.left.items()]
-        return longest / max(1.0, *[n / (1 + min(drafts * (own + slowest) / (mean + LIKENESS), most)) for n, own, mean in luck])
+    def ends(self, i: int) -> list:
+        """After how many rounds of candidate i each row ends, the soonest first: what a row accepted so far tells it from the mean, and
+        before that, its place among the rows."""
+        odds = self.odds(i)
+        drafts, rounds = sum(odds), []
+        for left, own, mean, unlike in self.prospects:
+            far = 1 + SPREAD * odds[0] * abs(unlike) if odds else 1.0
+            like = sum([p ** (far if unlike > 0 else 1 / far) for p in odds])  # drafts of a row in this place
+            rounds.append(max(left / (1 + min((drafts * own + LIKENESS * like) / (mean + LIKENESS), self.depths)), 1.0))
+        return sorted(rounds)
+
+    def look(self, left: dict) -> None:
+        """left: row -> tokens to come. Who ends sooner and who later: of n rows, places are those of n ordered normal numbers (Blom 1958), the
+        further apart the fewer tokens are left, since luck has no time to even out."""
+        self.left, longest, drafts = left, max(left.values(), default=1), max(sum(self.odds(self.current)), 1.0)
+        rows = [(n, *self.luck.get(row, (0.0, 0.0))) for row, n in left.items()]
+        rows.sort(key=lambda row: row[0] / (1 + drafts * (row[1] + LIKENESS) / (row[2] + LIKENESS)))
+        place, alike, self.prospects = 0.0, sum(left.values()) / longest, []  # rows that have ended almost do not count
+        for n, own, mean in rows:
+            place += n / longest
+            self.prospects.append((n, own, mean, NORMAL.inv_cdf(max(place - 0.375, 0.125) / (alike + 0.25)) / n ** 0.5))
 
     def row(self, i: int) -> int:
         """Where `mass` holds what candidate i, which drafts, should have accepted."""
         return self.widths.index(self.candidates[i].budget) if self.candidates[i].mode == "ddtree" else len(self.widths)
 
-    def cost(self, i: int) -> float:
-        """Seconds, at the machine's present pace."""
-        return self.seconds[i] * math.exp(self.own[i] + self.drift)
+    def resize(self, rows: int) -> None:
+        """Rounds are of so many rows from here on."""
+        self.rows, seconds = rows, between(self.seconds, rows)
+        # what costs too much to win though all its drafts were accepted is left alone (0.8: costs are not known that well)
+        self.possible = [i for i, c in enumerate(self.candidates) if i == 0 or 1 + min(c.budget, self.depths) > 0.8 * seconds[i] / seconds[0]]
+        widest = max(self.candidates[i].budget for i in self.possible)
+        self.told = self.widths[:1 + sum(w < widest for w in self.widths[:-1])]  # widths to report on; their widest prices the chain, too
+        self.current = self.current if self.current in self.possible else 0
+
+    def cost(self, i: int, rows: Optional[int] = None) -> float:
+        """Seconds of a round of so many rows (None: the present ones), at the machine's present pace."""
+        return between(self.seconds, self.rows if rows is None else rows)[i] * math.exp(self.own[i] + self.drift)
 
     def rate(self, i: int) -> float:
-        return self.worth(i) / self.cost(i)
+        """Expected tokens per second: of a mean row while requests wait, else of all rows to their ends, were there no other candidate."""
+        if not self.left:
+            return self.gain(i) / self.cost(i)
+        return sum(self.left.values()) / self.rest(i)
+
+    def rest(self, i: int) -> float:
+        """Seconds until the last row ends."""
+        seconds = before = 0.0
+        for ended, rounds in enumerate(self.ends(i)):
+            seconds, before = seconds + (rounds - before) * self.cost(i, max(self.rows - ended, 1)), rounds
+        return seconds
 
     # The decision
 
-    def choose(self, left: Optional[dict] = None) -> int:
+    def choose(self, left: Optional[dict] = None, rows: Optional[int] = None) -> int:
         """The number of the candidate that the next round should be. left: row -> the tokens it may still emit; none where
-        other requests wait for a row to end."""
+        other requests wait for a row to end. rows: of the round (None: as many as of the last)."""
         left, self.probing = left or {}, False
+        if rows not in (None, self.rows):
+            self.resize(rows)
+            self.nap = 0
         longest = max(left.values(), default=math.inf)
         if self.nap and len(left) == len(self.left) and longest > self.depths:
             self.nap -= 1
             return self.current
-        self.left, self.nap = left, (QUIET if self.current else REST_AR) - 1
-        costs, worths = {i: self.cost(i) for i in self.possible}, {i: self.worth(i) for i in self.possible}
-        rates = {i: worths[i] / costs[i] for i in self.possible}
+        self.nap = (QUIET if self.current else REST_AR) - 1
+        self.look(left)
+        costs, rates = {i: self.cost(i) for i in self.possible}, {i: self.rate(i) for i in self.possible}
         best = pick(rates)
         # a guess from few rounds must be better still; plain decode gives its token for certain, so that a tie is its own
         margin = MARGIN * (1 if self.current else 2) + DOUBT / self.weight[self.row(best)] if best else 0.0
@@ -155,7 +195,7 @@ class Auto:
         if self.current == 0 and self.turn and self.turn - max(self.heard) < REST_AR:
             return self.current
         def loss(i):                  # seconds that a round of i, which reports, loses against the current candidate
-            return max(costs[i] + self.report * math.exp(self.drift) - worths[i] / rates[self.current], 0.01 * costs[self.current])
+            return max(costs[i] * (1 - rates[i] / rates[self.current]) + between(self.report, self.rows) * math.exp(self.drift), 0.01 * costs[self.current])
         # plain decode and a chain tell nothing of the widths: what is nearly as good is asked sooner then
         soon = REST // 4 if self.turn - max(self.heard[:len(self.told)]) >= REST // 4 else REST
         stale = [i for i in self.possible if i != self.current and self.turn - self.ran[i] >= soon
@@ -227,9 +267,9 @@ class Auto:
         """The present choice against plain decode, or plain decode against the best of the rest."""
         now = self.current
         other = max((i for i in self.possible if (i == 0) != (now == 0)), key=self.rate, default=now)
-        whose = f" to the slowest of {len(self.left)} rows" if len(self.left) > 1 else ""
         def price(i):
-            return f"{self.candidates[i].name} gives {self.worth(i):.2f} tokens{whose} in {self.cost(i) * 1e3:.3g} ms"
+            ends = f" and ends {len(self.left)} rows in {self.rest(i):.2g} s" if len(self.left) > 1 else ""
+            return f"{self.candidates[i].name} gives {self.gain(i):.2f} tokens in {self.cost(i) * 1e3:.3g} ms{ends}"
         return f"{price(now)}, {price(other)}"
 
     def summary(self) -> str:
@@ -247,7 +287,9 @@ class Pilot:
     def __init__(self, decoder: Decoder, candidates: list, key: dict, kept: dict, habits: Optional[dict]):
         """key: of the files that keep what is learnt. kept: what `start` measured, or read. habits: of earlier texts."""
         self.decoder, self.key, self.kept = decoder, key, kept
-        self.auto = Auto(candidates, kept["seconds"], decoder.draft.depths, habits, kept["report"][0])
+        sizes = [int(n) for n in kept["rows"]]
+        self.catch_up, self.reports = dict(zip(sizes, kept["catch_up"])), dict(zip(sizes, kept["report"]))
+        self.auto = Auto(candidates, dict(zip(sizes, kept["seconds"])), decoder.draft.depths, habits, {n: narrow for n, (narrow, _) in self.reports.items()})
         self.numbers = {(c.mode, c.budget): i for i, c in enumerate(candidates)}
         self.calls, self.span, self.followed, self.rows = {}, 0, 0.0, {}
         self.plain = []  # seconds of rounds of plain decode, short as they are: learnt from together, to spare the host's time
@@ -255,7 +297,10 @@ class Pilot:
     def __call__(self, state) -> Plan:
         if state.plan is not None:
             self.hear(state)
-        plan = self.auto.candidates[self.auto.choose({} if state.more else dict(state.rows.values()))]
+        slots = len(self.decoder.root)
+        if slots != self.auto.rows:
+            self.learn_plain()  # they were of more rows
+        plan = self.auto.candidates[self.auto.choose({} if state.more else dict(state.rows.values()), slots)]
         waiting, ring = self.decoder.waiting, self.decoder.ring
         self.followed = 0.0 if plan.mode == "ar" and waiting < ring else 1.0 if self.decoder.compiled and waiting else waiting / ring
         self.span, self.rows = state.span, state.rows
@@ -266,8 +311,8 @@ class Pilot:
     def hear(self, state) -> None:
         plan, D = state.plan, self.auto.depths
         i = 0 if plan.mode == "ar" else self.numbers[plan.mode, plan.budget]
-        told = state.packed[len(self.decoder.root):] if i else []  # nothing after a quiet round
-        seconds = max(state.seconds - self.kept["catch_up"][0] * self.followed - self.report(plan) * bool(told), 0.1 * state.seconds)
+        told = state.packed[self.auto.rows:] if i else []  # nothing after a quiet round
+        seconds = max(state.seconds - between(self.catch_up, self.auto.rows) * self.followed - self.report(plan) * bool(told), 0.1 * state.seconds)
         if self.decoder.compiled:  # the first two calls of a graph compile and record it
             self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
             seconds = seconds if calls > 2 else None
@@ -289,7 +334,7 @@ class Pilot:
 
     def report(self, plan: Plan) -> float:
         """Seconds that the report of a round takes: little of a chain's, and of a tree's as much more as a wider one must be built."""
-        narrowest, widest = self.kept["report"]
+        narrowest, widest = between(self.reports, self.auto.rows)
         wider = (plan.ladder[-1] - plan.budget) / self.auto.widths[-1] if plan.mode == "ddtree" and plan.ladder else 0.0
         return widest + (narrowest - widest) * wider
 
@@ -297,7 +342,7 @@ class Pilot:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
         self.learn_plain()
         if sum(self.auto.rounds) > 1 and keeps_costs(self.decoder):
-            write_costs(self.key, {**self.kept, "seconds": [s * math.exp(own) for s, own in zip(self.auto.seconds, self.auto.own)]})
+            write_costs(self.key, {**self.kept, "seconds": [[s * math.exp(own) for s, own in zip(row, self.auto.own)] for row in self.kept["seconds"]]})
             write_costs(gains_key(self.key), self.auto.habits())
 
 
@@ -325,22 +370,29 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
         for turn in turns + candidates:
             decoder.prepare(turn)
         key = cost_key(decoder, turns, span)
-        kept = agree(read_costs(key), decoder.target.vocab is not None)
+        kept, batch = agree(read_costs(key), decoder.target.vocab is not None), len(decoder.root)
         if kept is None:
+            kept = {"rows": [], "seconds": [], "catch_up": [], "report": []}
             progress(f"measuring {len(turns)} kinds of rounds, once" + (": each is compiled" if compiled else ""))
             try:
-                *seconds, catch_up = agree(measure(decoder, turns, min(span, decoder.slots), warm=3 if compiled else 1), decoder.target.vocab is not None)
+                for rows in [batch] + [1 << n for n in reversed(range((batch - 1).bit_length())) if not decoder.fixed]:
+                    decoder.narrow(range(rows))
+                    hurry = {} if rows == batch else {"repeats": 6, "patience": 1.0}
+                    *seconds, catch_up = agree(measure(decoder, turns, min(span, decoder.slots), warm=3 if compiled else 1, **hurry), decoder.target.vocab is not None)
+                    report = [0.0, 0.0]
+                    if not compiled:  # (differences of two clocks: noise may not make them more than a part)
+                        *seconds, narrow, wide = seconds
+                        last = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
+                        report = [min(max(narrow - seconds[-len(widths)], last), 0.3 * narrow), last]
+                    for kind, value in zip(kept.values(), (float(rows), seconds, catch_up, report)):
+                        kind.append(value)
             except torch.OutOfMemoryError:
                 if len(widths) == 1 or decoder.target.vocab is not None:  # other ranks wait in this round's collectives
                     raise
                 widths = widths[:-1]
                 continue
-            report = [0.0, 0.0]
-            if not compiled:  # (differences of two clocks: noise may not make them more than a part)
-                *seconds, narrow, wide = seconds
-                last = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
-                report = [min(max(narrow - seconds[-len(widths)], last), 0.3 * narrow), last]
-            kept = {"seconds": seconds, "catch_up": [catch_up], "report": report}
+            finally:
+                decoder.widen()
             if keeps_costs(decoder):
                 write_costs(key, kept)
         return Pilot(decoder, candidates, key, kept, agree(read_costs(gains_key(key)), decoder.target.vocab is not None))
@@ -399,7 +451,7 @@ def read_costs(key: dict) -> Optional[dict]:
         kept = json.loads(cost_file(key).read_text())
         ours = kept.pop("key") == key
         numbers = [x for row in kept.values() for x in (sum(row, []) if isinstance(row[0], list) else row)]
-        sound = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(kept.get("seconds", []) + kept.get("expected", []) + kept.get("weight", [])) > 0
+        sound = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(sum(kept.get("seconds", []), []) + kept.get("expected", []) + kept.get("weight", [])) > 0
         return kept if ours and sound else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None

@@ -158,6 +158,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     cancels for all; requests and until must be the same on all. stop_ids end a text and are not emitted.
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
     of prompts read while nothing decodes. UserError on a prompt that the slots cannot hold."""
+    decoder.widen()
     B, device, stops, usage = decoder.root.shape[0], decoder.root.device, set(stop_ids), Usage() if usage is None else usage
     queue, numbers, rows, resting, state = iter(requests), itertools.count(), [None] * B, set(), State({}, True, 0, None, [], 0.0)
     usage.slots, more = B, True
@@ -213,6 +214,10 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             decoder.enter([s for s, _ in fresh], [(rows[s].limit, r.seed, r.temperature, r.top_k, r.top_p) for s, r in fresh])
             plan = plan._replace(sampled=plan.sampled or any(r.sampled for _, r in fresh), filtered=plan.filtered or any(r.filtered for _, r in fresh))
             resting -= {s for s, _ in fresh}
+        if not more and None in rows and not decoder.fixed:  # nobody comes any more: rounds of the rows that are left
+            rows = [rows[s] for s in decoder.narrow([s for s in range(B) if rows[s] is not None])]
+            B = len(rows)
+            resting.clear()
         reading = sorted((s for s in range(B) if rows[s] is not None and rows[s].left), key=lambda s: rows[s].number)
         decoding = B - rows.count(None) - len(reading)
         if reading:

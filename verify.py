@@ -167,6 +167,11 @@ class Decoder(nn.Module):
         if self.ring:  # one slot more takes what is not committed
             self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring + 1, draft.fc.in_features), persistent=False)
             self.register_buffer("ring_starts", torch.arange(batch, device=device) * (ring + 1), persistent=False)
+        self.by_row = [(self, name, 0) for name in ("root", "length", "limit", "active", "pending", "seed", "temperature", "top_k", "top_p")]
+        self.by_row += [(target, "cache", 1)] + [(draft, name, 1) for name in ("k_cache", "v_cache") if draft is not None]
+        self.by_row += [(self, "waiting_taps", 0)] * (self.ring > 0)
+        self.whole = []                        # what `narrow` took a part of
+        self.fixed = False                     # rows stay where they are: a graph's shapes and addresses
         self.compiled, self.pairs, self.least_span = None, {}, 64
 
     def compile(self, progress: Callable = lambda text: None, **options) -> None:
@@ -175,7 +180,7 @@ class Decoder(nn.Module):
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)  # a graph per plan and bucket
         options = {"mode": "reduce-overhead", **options} if "backend" not in options else options
         self.compiled = [torch.compile(f, fullgraph=True, dynamic=False, **options) for f in (self.round, self.prefill, self.catch_up)]
-        self.progress, self.met, self.least_span = progress, set(), 256  # fewer buckets, fewer graphs
+        self.progress, self.met, self.least_span, self.fixed = progress, set(), 256, True  # fewer buckets, fewer graphs
 
     def step(self, plan: Plan, span: int) -> list:
         """`round`, read back: the one device-to-host copy of a round. A drafter that rested catches up before it drafts, and
@@ -231,6 +236,26 @@ class Decoder(nn.Module):
         for buffer, values in zip((self.limit, self.seed, self.temperature, self.top_k, self.top_p), zip(*settings)):
             buffer[index] = torch.tensor(values, dtype=buffer.dtype, device=index.device)
         self.length[index], self.pending[index], self.active[index] = 0, 0, False
+
+    def narrow(self, rows: list) -> list:
+        """The batch is of these rows alone from here on, and rounds cost less: the last of them move to where others leave room. Returns
+        which row each of its slots now holds. Not where rows are fixed."""
+        n = len(rows)
+        free, moved = [s for s in range(n) if s not in rows], [s for s in rows if s >= n]
+        self.whole = self.whole or [getattr(owner, name) for owner, name, _ in self.by_row]
+        for owner, name, dim in self.by_row:
+            t = getattr(owner, name)
+            if moved:
+                t.index_copy_(dim, torch.tensor(free, device=t.device), t.index_select(dim, torch.tensor(moved, device=t.device)))
+            setattr(owner, name, t.narrow(dim, 0, n))
+        return [moved[free.index(s)] if s in free else s for s in range(n)]
+
+    def widen(self) -> None:
+        """All rows again, at rest."""
+        for (owner, name, _), t in zip(self.by_row, self.whole):
+            setattr(owner, name, t)
+        self.active.zero_()
+        self.whole = []
 
     def prepare(self, plan: Plan) -> None:
         """Makes build_tree's index tables for a plan, as a buffer: a graph then reads them from a fixed address."""
@@ -360,7 +385,7 @@ class Decoder(nn.Module):
         commit(self.target, latents, path, length, count, rows)
         if taps is not None and rests:
             slot = torch.where(self.active, self.pending, self.ring)
-            self.waiting_taps.view(-1, taps.shape[-1]).index_copy_(0, self.ring_starts + slot, taps[:, 0])
+            self.waiting_taps.view(-1, taps.shape[-1]).index_copy_(0, self.ring_starts[:len(slot)] + slot, taps[:, 0])
             self.pending.add_(count)
         elif taps is not None:
             self.draft.graft(taps.gather(1, path.unsqueeze(-1).expand(-1, -1, taps.shape[-1])), length, count, rows)

@@ -56,9 +56,26 @@ class Watched(Decoder):
         super().__init__(*args, **settings)
         for cache in self.caches():
             cache.fill_(UNWRITTEN)
+        self.origin, self.gone = list(range(len(self.length))), {}
 
     def caches(self) -> list:
         return [self.target.cache] + ([self.draft.k_cache, self.draft.v_cache] if self.draft is not None else [])
+
+    def narrow(self, rows):
+        """Keeps what rows hold that leave the batch."""
+        self.gone |= {name: self.row(slot) for slot, name in enumerate(self.origin) if slot not in rows}
+        order = super().narrow(rows)
+        assert sorted(order) == sorted(rows)
+        self.origin = [self.origin[slot] for slot in order]
+        self.look()
+        return order
+
+    def widen(self):
+        super().widen()
+        self.origin, self.gone = list(range(len(self.length))), {}
+
+    def row(self, slot: int) -> tuple:
+        return self.length[slot].item(), self.pending[slot].item(), [cache[:, slot].clone() for cache in self.caches()]
 
     def enter(self, rows, settings):
         super().enter(rows, settings)
@@ -93,17 +110,17 @@ class Watched(Decoder):
     def holds(self, texts: list, tolerance: float) -> None:
         """Both caches hold what scoring the texts as plain chains gives."""
         for row, text in enumerate(texts):
-            n = self.length[row].item()
+            n, pending, caches = self.gone[row] if row in self.gone else self.row(self.origin.index(row))
             # all but the root; past a stop, the rest of that round is committed and not emitted, and then the row rests
             assert len(text) - 1 <= n <= len(text) + (self.draft.depths if self.draft is not None else 0)
-            n = min(n, len(text))
-            _, taps, latents = scored(self.target, text[:n], self.draft.config.taps if self.draft is not None else ())
-            close(self.target.cache[:, row, :n], latents[:, 0], tolerance)
+            committed = min(n, len(text))
+            _, taps, latents = scored(self.target, text[:committed], self.draft.config.taps if self.draft is not None else ())
+            close(caches[0][:, :committed], latents[:, 0], tolerance)
             if self.draft is not None:
-                n = min(n, self.length[row].item() - self.pending[row].item())
-                k, v = self.draft.context(taps[:, :n], torch.arange(n).unsqueeze(0))
-                close(self.draft.k_cache[:, row, :n], k[:, 0], tolerance)
-                close(self.draft.v_cache[:, row, :n], v[:, 0], tolerance)
+                grafted = min(committed, n - pending)
+                k, v = self.draft.context(taps[:, :grafted], torch.arange(grafted).unsqueeze(0))
+                close(caches[1][:, :grafted], k[:, 0], tolerance)
+                close(caches[2][:, :grafted], v[:, 0], tolerance)
 
 
 def decode(target, draft, prompts: list, mode: str, tolerance: float = 1e-9, **settings) -> list:

@@ -76,8 +76,10 @@ def guessed(decoder, turns: list, *args, **settings) -> list:
     return [clock.uniform(0.005, 0.006) for _ in turns] + [clock.uniform(0.0001, 0.001)]
 
 
-def scattered(self, left: dict) -> int:
+def scattered(self, left: dict, rows: int) -> int:
     """`Auto.choose` that meets all candidates in turn, and other ones on other ranks."""
+    if rows != self.rows:
+        self.resize(rows)
     self.left, self.probing = left, sum(self.rounds) % 3 == rank % 3
     return self.possible[(5 * sum(self.rounds) + 1 + rank) % len(self.possible)]
 
@@ -108,7 +110,7 @@ def kept(case: dict) -> dict:
     measured, ordinary, habits, out = [], auto.measure, None, []
     def measure(*args, **settings):
         measured.append(0)
-        return ordinary(*args, **settings, patience=0.0 if rank == 0 else 1e9)
+        return ordinary(*args, **{**settings, "patience": 0.0 if rank == 0 else 1e9})
     for whose in (None, 0, 1):
         with patch.object(auto, "measure", measure), patch.object(auto, "read_costs", lambda key: habits[key["span"] == 0] if rank == whose else None):
             seen, _, pilot = decoded(case)

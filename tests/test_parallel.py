@@ -245,7 +245,7 @@ def test_a_file_of_costs_that_some_ranks_have(cases):
     mine = [s["odd tp auto kept"] for s in cases.seen(2)]
     want = [t for kind in ("greedy", "sampled") for t in cases.plain["odd", kind]]
     for s in mine:
-        assert [(measured, texts) for measured, texts, _ in s["runs"]] == [(1, want), (1, want), (2, want)] and s["runs"] == mine[0]["runs"]
+        assert [(measured, texts) for measured, texts, _ in s["runs"]] == [(4, want), (4, want), (8, want)] and s["runs"] == mine[0]["runs"]
     assert [s["files"] for s in mine] == [2, 0]  # costs, and what the drafter wins
 
 

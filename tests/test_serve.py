@@ -61,31 +61,34 @@ def informed(target, requests: list, texts: list, kind: str = "full", **changes)
     return draft
 
 
-def flow(monkeypatch, target, draft, requests: list, batch: int, mode: str = "ddtree", budget: int = 12, spine: bool = False, **more) -> tuple:
-    """Everything served, with every step and the caches of every finished row checked -> results, usage."""
+def flow(monkeypatch, target, draft, requests: list, batch: int, mode: str = "ddtree", budget: int = 12, spine: bool = False, fixed: bool = False,
+         **more) -> tuple:
+    """Everything served, with every step and the caches of every finished row checked -> results, usage. fixed: as compiled rows are."""
     monkeypatch.setattr(serve, "Decoder", Refilled)
     decoder, plan, _ = open_batch(target, draft, requests, batch, mode, budget, spine, False)
+    decoder.fixed = fixed
     results, usage = [Result() for _ in requests], Usage()
     for n, e in enumerate(serve.serve(decoder, requests, plan, usage=usage, **more)):
         record(results[e.number], e, float(n))
         if e.finish == "length":
             held = requests[e.number].tokens + results[e.number].tokens
             # the row is known by what it holds
-            slot = next(s for s in range(batch) if decoder.length[s] == len(held) - 1 and decoder.root[s] == held[-1])
+            slot = next(s for s in range(len(decoder.length)) if decoder.length[s] == len(held) - 1 and decoder.root[s] == held[-1])
             decoder.ended(slot, held)
     return results, usage
 
 
 # The text
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("mode, shape", MODES)
-def test_who_shares_a_batch_changes_no_text(mode, shape, monkeypatch):
+def test_who_shares_a_batch_changes_no_text(mode, shape, fixed, monkeypatch):
     """Thirteen requests with settings of their own, through one, three and all slots."""
     target, requests = tiny.golden("kimi_k2"), mixed(13)
     texts = alone(target, requests)
     draft = informed(target, requests, texts)
     for batch in (1, 3, 13):
-        results, usage = flow(monkeypatch, target, draft, requests, batch, mode, **shape)
+        results, usage = flow(monkeypatch, target, draft, requests, batch, mode, fixed=fixed, **shape)
         assert [r.tokens for r in results] == texts and all(r.finish == "length" for r in results)
         counters_add_up(results)
         assert usage.tokens == sum(map(len, texts)) and usage.first == 13
@@ -152,6 +155,7 @@ def test_padded_finished_and_limited_rows_in_one_batch(mode, shape, monkeypatch)
     stop = whole[2][3]
     monkeypatch.setattr(serve, "Decoder", Refilled)
     decoder, plan, _ = open_batch(target, draft, requests, 6, mode, shape.get("budget", 12), shape.get("spine", False), False)
+    decoder.fixed = True
     results = [Result() for _ in requests]
     for e in serve.serve(decoder, requests, plan, until=lambda number, tokens: tokens.index(stop) + 1 if number == 2 and stop in tokens else None):
         record(results[e.number], e, 0.0)
@@ -164,10 +168,29 @@ def test_padded_finished_and_limited_rows_in_one_batch(mode, shape, monkeypatch)
     assert not decoder.active.any() and decoder.length[2] <= 4 + 1 + draft.depths + 1
 
 
+def test_when_nobody_waits_a_round_is_of_the_rows_that_are_left():
+    """Those that end, stop or are cancelled leave the batch, with one that never came; until then a slot waits for the next request."""
+    target, requests = tiny.golden("kimi_k2"), [Request(p, n) for p, n in zip(tiny.prompts(256, 5, 12, 2, 9, 4, 6), (4, 30, 30, 12, 30, 2))]
+    texts = alone(target, requests)
+    def generator(requests):
+        yield from requests
+    for slots, iterable, want in ((5, list, [5] * 4 + [4] * 7), (5, generator, [5] * 4 + [4] * 7), (7, list, [6, 5, 5] + [4] * 8), (7, generator, [6, 5, 5] + [4] * 8)):
+        decoder, plan, _ = open_batch(target, informed(target, requests, texts), requests, slots, "ar", 1, False, False)
+        step, sizes, got, cancelled = decoder.step, [], [[] for _ in requests], [replace(r) for r in requests]
+        decoder.step = lambda plan, span: sizes.append(len(decoder.root)) or step(plan, span)
+        for _ in range(2):  # and the next has all rows again
+            for e in serve.serve(decoder, iterable(cancelled), plan, until=lambda number, tokens: 1 if number == 2 and len(got[2]) == 14 else None):
+                got[e.number] += e.tokens
+                cancelled[4].cancelled |= len(got[4]) == 20
+            assert got == texts[:2] + [texts[2][:15], texts[3], texts[4][:20], texts[5]]
+            assert sizes == want + [3] * 3 + [2] * 5 + [1] * 10 and not decoder.active.any()
+            sizes, got, cancelled[4].cancelled = [], [[] for _ in requests], False
+
+
 def test_slots_without_requests_are_never_written(monkeypatch):
     target, requests = tiny.golden("kimi_k2"), mixed(2)
     texts = alone(target, requests)
-    results, usage = flow(monkeypatch, target, informed(target, requests, texts), requests, 5)
+    results, usage = flow(monkeypatch, target, informed(target, requests, texts), requests, 5, fixed=True)
     assert [r.tokens for r in results] == texts and usage.slots == 5 and usage.busy <= 0.4
 
 
@@ -233,7 +256,7 @@ def test_while_most_rows_decode_a_round_waits_for_one_chunk_at_most():
     decoder, plan, _ = open_batch(target, None, requests, 4, "ar", 1, False, False)
     log = calls(decoder)
     list(serve.serve(decoder, requests, plan))
-    assert [c for c in log if c[0] == "read"] == [("read", [0, 1, 2, 3], 16), ("read", [2], 16), ("read", [3], 16)]
+    assert [c for c in log if c[0] == "read"] == [("read", [0, 1, 2, 3], 16), ("read", [2], 16), ("read", [2], 16)]  # (the fourth moved up when the third had ended)
 
 
 def test_a_slot_whose_text_was_stopped_rests_until_its_next_prompt_is_read(monkeypatch):
@@ -316,7 +339,7 @@ def test_a_width_for_every_round(monkeypatch):
     assert told[0][0].more and not told[-1][0].more and all(1 <= len(s.rows) <= 3 for s, _ in told)
     assert not any(s.more for s, _ in told if any(number == 9 for number, _ in s.rows.values()))  # the last is taken: nobody waits
     for (_, plan), (state, _) in zip(told, told[1:]):
-        assert state.plan == plan and state.seconds > 0 and len(state.packed) == 3
+        assert state.plan == plan and state.seconds > 0 and (len(state.packed) == 3 or not state.more)
         assert sum(row[0] for row in state.packed) == sum(emitted[:sum(r[0] > 0 for r in state.packed)])
         emitted = emitted[sum(r[0] > 0 for r in state.packed):]
 
