@@ -16,21 +16,14 @@ The controller is plain Python and holds no tensor: tests and bench.py --simulat
 
 Shapes: D drafted depths, W widths of the ladder.
 """
-import hashlib
-import json
 import math
-import os
-import platform
-import tempfile
-import time
-from contextlib import suppress
-from pathlib import Path
 from statistics import NormalDist
 from typing import Callable, Optional
 
 import torch
 
 from ranks import agree
+from timing import cost_key, gains_key, keeps_costs, measure_sizes, read_costs, write_costs
 from verify import ODDS, Decoder, Plan
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
@@ -94,7 +87,7 @@ class Auto:
         self.usual = list(self.mass)                              # a slower mean: first what other texts taught, later this one's
         self.turn = 0                                             # rounds so far
         self.heard = [0] * len(self.mass)                         # the turn of the last report on each
-        self.luck, self.left, self.prospects = {}, {}, []         # row -> drafts it accepted and a mean row did; row -> tokens to come
+        self.luck, self.left, self.prospects = {}, {}, []         # row -> drafts it accepted and a mean row did; tokens to come; see `look`
         self.current = pick({i: self.rate(i) for i in self.possible})
         self.last, self.run, self.ran = self.current, 0, [-REST] * n  # ran: the turn of each candidate's last round
         if habits:                                                # seconds that probes may lose: texts save up for one together
@@ -131,12 +124,13 @@ class Auto:
         return sorted(rounds)
 
     def look(self, left: dict) -> None:
-        """left: row -> tokens to come. Who ends sooner and who later: of n rows, places are those of n ordered normal numbers (Blom 1958), the
-        further apart the fewer tokens are left, since luck has no time to even out."""
-        self.left, longest, drafts = left, max(left.values(), default=1), max(sum(self.odds(self.current)), 1.0)
+        """left: row -> tokens to come. Of each row, the soonest to end first: those tokens, its luck, and how unlike the mean row its place
+        makes it: as n ordered normal numbers are (Blom 1958), and the more the fewer tokens are left, since luck has no time to even out."""
+        self.left, self.prospects, drafts = left, [], max(sum(self.odds(self.current)), 1.0)
         rows = [(n, *self.luck.get(row, (0.0, 0.0))) for row, n in left.items()]
         rows.sort(key=lambda row: row[0] / (1 + drafts * (row[1] + LIKENESS) / (row[2] + LIKENESS)))
-        place, alike, self.prospects = 0.0, sum(left.values()) / longest, []  # rows that have ended almost do not count
+        longest = max(left.values(), default=1)
+        place, alike = 0.0, sum(left.values()) / longest  # rows that have ended almost do not count
         for n, own, mean in rows:
             place += n / longest
             self.prospects.append((n, own, mean, NORMAL.inv_cdf(max(place - 0.375, 0.125) / (alike + 0.25)) / n ** 0.5))
@@ -370,132 +364,16 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
         for turn in turns + candidates:
             decoder.prepare(turn)
         key = cost_key(decoder, turns, span)
-        kept, batch = agree(read_costs(key), decoder.target.vocab is not None), len(decoder.root)
+        kept = agree(read_costs(key), decoder.target.vocab is not None)
         if kept is None:
-            kept = {"rows": [], "seconds": [], "catch_up": [], "report": []}
             progress(f"measuring {len(turns)} kinds of rounds, once" + (": each is compiled" if compiled else ""))
             try:
-                for rows in [batch] + [1 << n for n in reversed(range((batch - 1).bit_length())) if not decoder.fixed]:
-                    decoder.narrow(range(rows))
-                    hurry = {} if rows == batch else {"repeats": 6, "patience": 1.0}
-                    *seconds, catch_up = agree(measure(decoder, turns, min(span, decoder.slots), warm=3 if compiled else 1, **hurry), decoder.target.vocab is not None)
-                    report = [0.0, 0.0]
-                    if not compiled:  # (differences of two clocks: noise may not make them more than a part)
-                        *seconds, narrow, wide = seconds
-                        last = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
-                        report = [min(max(narrow - seconds[-len(widths)], last), 0.3 * narrow), last]
-                    for kind, value in zip(kept.values(), (float(rows), seconds, catch_up, report)):
-                        kind.append(value)
+                kept = measure_sizes(decoder, turns, min(span, decoder.slots), 0 if compiled else len(widths))
             except torch.OutOfMemoryError:
                 if len(widths) == 1 or decoder.target.vocab is not None:  # other ranks wait in this round's collectives
                     raise
                 widths = widths[:-1]
                 continue
-            finally:
-                decoder.widen()
             if keeps_costs(decoder):
                 write_costs(key, kept)
         return Pilot(decoder, candidates, key, kept, agree(read_costs(gains_key(key)), decoder.target.vocab is not None))
-
-
-# What a round costs here
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if Path("/proc/cpuinfo").exists():
-        for line in open("/proc/cpuinfo"):
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def fingerprint(decoder: Decoder) -> str:
-    """Of the weights, by the first few numbers of many tensors: what a drafter wins changes when one of the pair is trained."""
-    some = [*decoder.target.layers[-1].parameters(), *decoder.draft.own_params().values()]
-    return hashlib.sha256(repr(torch.cat([p.detach().reshape(-1)[:16].double() for p in some]).tolist()).encode()).hexdigest()[:16]
-
-
-def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
-    """All that the seconds of rounds depend on, and what they win."""
-    target, draft, here = decoder.target, decoder.draft, Path(__file__).parent
-    source = hashlib.sha256(b"".join((here / f).read_bytes() for f in ("auto.py", "model.py", "draft.py", "ddtree.py", "verify.py")))
-    device = target.norm.weight.device
-    parts = [list(p.shape) for p in target.layers[-1].parameters()]  # tell how ranks share the model
-    return {"target": repr(target.config), "parts": parts, "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(),
-            "fingerprint": fingerprint(decoder),
-            "dtype": str(target.norm.weight.dtype), "device": device_name(device), "threads": torch.get_num_threads() if device.type == "cpu" else 0,
-            "torch": torch.__version__, "python": platform.python_version(), "source": source.hexdigest()[:16],
-            "compiled": decoder.compiled is not None, "batch": len(decoder.root), "span": span, "rounds": [list(map(str, t)) for t in turns]}
-
-
-def gains_key(key: dict) -> dict:
-    """What a drafter wins depends neither on the batch nor on the context's bucket: a text begins with what those of other sizes taught."""
-    return {**key, "batch": 0, "span": 0}
-
-
-def keeps_costs(decoder: Decoder) -> bool:
-    """Whether this process writes the file: of ranks that share the models, rank 0 does, for its file is the one that is read."""
-    return decoder.target.vocab is None or decoder.target.vocab.first == 0
-
-
-def cost_file(key: dict) -> Path:
-    """Under the user's cache folder (XDG_CACHE_HOME, or ~/.cache): one small file per key."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "nanograft" / f"{'rounds' if key['batch'] else 'gains'}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
-
-
-def read_costs(key: dict) -> Optional[dict]:
-    """What `write_costs` kept, lists of numbers; None where the file is absent, damaged or another key's."""
-    try:
-        kept = json.loads(cost_file(key).read_text())
-        ours = kept.pop("key") == key
-        numbers = [x for row in kept.values() for x in (sum(row, []) if isinstance(row[0], list) else row)]
-        sound = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(sum(kept.get("seconds", []), []) + kept.get("expected", []) + kept.get("weight", [])) > 0
-        return kept if ours and sound else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None
-
-
-def write_costs(key: dict, kept: dict) -> None:
-    """Whole or not at all; a cache folder that cannot be written is no error."""
-    path, temporary = cost_file(key), None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
-            temporary = f.name
-            json.dump({"key": key, **kept}, f)
-        os.replace(temporary, path)
-    except OSError:
-        pass
-    finally:
-        if temporary is not None:
-            with suppress(OSError):  # it has its name, unless something failed
-                os.unlink(temporary)
-
-
-def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: int = 15, patience: float = 4.0) -> list:
-    """Seconds of each Plan's round, taking turns, and of catching up: the least of up to `repeats`, for others on the machine only ever
-    add; after `patience` seconds 5 are enough, after twice that 2. No row may be active: such rounds cost the same and commit nothing. Roots are
-    random tokens while it lasts, for equal ones would all go to the same experts."""
-    device, V = decoder.root.device, decoder.target.config.vocab_size
-    decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))
-    calls = [decoder.follow] + [lambda turn=turn: decoder.run(turn, span) for turn in turns]
-    times, end = [[] for _ in calls], now(device) + patience
-    for n in range(warm + repeats):
-        if agree(n >= warm + 5 and now(device) > end or n >= warm + 2 and now(device) > end + patience, decoder.target.vocab is not None):
-            break
-        decoder.waiting = decoder.ring  # all it can hold
-        for call, kept in zip(calls, times):
-            began = now(device)
-            call()
-            kept += [now(device) - began] if n >= warm else []
-    decoder.root.zero_()
-    decoder.waiting = 0
-    return [min(t) for t in times[1:] + times[:1]]
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

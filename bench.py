@@ -46,7 +46,6 @@ from unittest.mock import patch
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # before torch says so; nothing here needs it
 import torch
 
-from auto import now
 from chat import encode
 from checkpoint import load_draft
 from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, progress, rounded, short, spread, table, timings, watching, weight_bytes
@@ -58,6 +57,7 @@ from model import chain
 from ranks import agree
 from serve import MODES, Request, Usage, need, open_batch, prefill, serve, span_for
 from show import exit_code
+from timing import now
 from verify import Decoder, Plan
 
 PROMPTS = Path(__file__).parent / "bench" / "prompts.jsonl"

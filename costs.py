@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from auto import device_name, now
 from checkpoint import keep_packed, on_meta, parse_config
 from ddtree import CANDIDATES, candidate_tables, grow, ranked_tokens
 from draft import MarkovHead
@@ -26,6 +25,7 @@ from generate import DTYPES
 from hub import UserError, read_json
 from model import Config, MoE, Router, Transformer, attention_bias, chain
 from plan import memory_of, workspace
+from timing import device_name, now
 
 CONFIGS = Path(__file__).parent / "tests" / "configs"
 MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")

@@ -214,7 +214,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             decoder.enter([s for s, _ in fresh], [(rows[s].limit, r.seed, r.temperature, r.top_k, r.top_p) for s, r in fresh])
             plan = plan._replace(sampled=plan.sampled or any(r.sampled for _, r in fresh), filtered=plan.filtered or any(r.filtered for _, r in fresh))
             resting -= {s for s, _ in fresh}
-        if not more and None in rows and not decoder.fixed:  # nobody comes any more: rounds of the rows that are left
+        if None in rows and not decoder.fixed:  # nobody comes any more: rounds of the rows that are left
             rows = [rows[s] for s in decoder.narrow([s for s in range(B) if rows[s] is not None])]
             B = len(rows)
             resting.clear()

@@ -205,8 +205,7 @@ class Decoder(nn.Module):
         return self._run(1, self.prefill, *chunk).tolist()
 
     def _run(self, which: int, eager: Callable, *args) -> Tensor:
-        if self.target.claim is not self.claim:
-            raise RuntimeError("another generation took over this target's caches; finish one before the next, or load a second copy")
+        self.check_claim()
         if self.compiled is None:
             with torch.inference_mode():  # an operator then costs a little less than under no_grad
                 return eager(*args)
@@ -221,6 +220,10 @@ class Decoder(nn.Module):
         seconds = time.perf_counter() - began
         self.progress(f"compiled {name} in {seconds:.1f} s" if seconds > 1 else "")
         return out
+
+    def check_claim(self) -> None:
+        if self.target.claim is not self.claim:
+            raise RuntimeError("another generation took over this target's caches; finish one before the next, or load a second copy")
 
     def warm(self, plan: Plan, spans: list) -> None:
         """Compiles the rounds of a plan before the first row enters: rows at rest emit and commit nothing. Three calls each,
@@ -240,18 +243,20 @@ class Decoder(nn.Module):
     def narrow(self, rows: list) -> list:
         """The batch is of these rows alone from here on, and rounds cost less: the last of them move to where others leave room. Returns
         which row each of its slots now holds. Not where rows are fixed."""
+        self.check_claim()
         n = len(rows)
         free, moved = [s for s in range(n) if s not in rows], [s for s in rows if s >= n]
         self.whole = self.whole or [getattr(owner, name) for owner, name, _ in self.by_row]
         for owner, name, dim in self.by_row:
             t = getattr(owner, name)
-            if moved:
-                t.index_copy_(dim, torch.tensor(free, device=t.device), t.index_select(dim, torch.tensor(moved, device=t.device)))
+            for to, row in zip(free, moved):
+                t.select(dim, to).copy_(t.select(dim, row))
             setattr(owner, name, t.narrow(dim, 0, n))
         return [moved[free.index(s)] if s in free else s for s in range(n)]
 
     def widen(self) -> None:
         """All rows again, at rest."""
+        self.check_claim()
         for (owner, name, _), t in zip(self.by_row, self.whole):
             setattr(owner, name, t)
         self.active.zero_()

@@ -20,6 +20,7 @@ import torch.distributed as dist  # noqa: E402
 
 import auto  # noqa: E402
 import serve  # noqa: E402
+import timing  # noqa: E402
 import tiny  # noqa: E402
 from checkpoint import open_draft, open_target  # noqa: E402
 from draft import Drafter  # noqa: E402
@@ -71,7 +72,7 @@ def pair(case: dict) -> tuple:
 # What each rank would decide by itself: something else on every rank
 
 def guessed(decoder, turns: list, *args, **settings) -> list:
-    """`auto.measure` by a clock that goes as it likes, and takes no time."""
+    """`timing.measure` by a clock that goes as it likes, and takes no time."""
     clock = random.Random(rank)
     return [clock.uniform(0.005, 0.006) for _ in turns] + [clock.uniform(0.0001, 0.001)]
 
@@ -99,7 +100,7 @@ def decoded(case: dict) -> tuple:
 def text(case: dict) -> dict:
     counters = torch._dynamo.utils.counters
     counters.clear()
-    with patch.object(auto, "measure", guessed), patch.object(auto, "read_costs", lambda key: None), patch.object(auto, "write_costs", lambda key, kept: None):
+    with patch.object(timing, "measure", guessed), patch.object(auto, "read_costs", lambda key: None), patch.object(auto, "write_costs", lambda key, kept: None):
         seen, decoder, _ = decoded(case)
     shapes = len(decoder.met) if case.get("compile") else 0
     return {**seen, "shapes": shapes, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
@@ -107,12 +108,12 @@ def text(case: dict) -> dict:
 
 def kept(case: dict) -> dict:
     """Rounds are measured where rank 0 has no file of what they cost, whatever others have; and for as long as rank 0's clock says."""
-    measured, ordinary, habits, out = [], auto.measure, None, []
+    measured, ordinary, habits, out = [], timing.measure, None, []
     def measure(*args, **settings):
         measured.append(0)
         return ordinary(*args, **{**settings, "patience": 0.0 if rank == 0 else 1e9})
     for whose in (None, 0, 1):
-        with patch.object(auto, "measure", measure), patch.object(auto, "read_costs", lambda key: habits[key["span"] == 0] if rank == whose else None):
+        with patch.object(timing, "measure", measure), patch.object(auto, "read_costs", lambda key: habits[key["span"] == 0] if rank == whose else None):
             seen, _, pilot = decoded(case)
         pilot.keep()
         habits = pilot.kept, pilot.auto.habits()

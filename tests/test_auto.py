@@ -11,6 +11,7 @@ import torch
 import auto
 import generate
 import serve
+import timing
 import tiny
 from auto import WIDTHS, Auto, candidates_for, pick
 from ddtree import build_tree, greedy_chain, grow
@@ -168,7 +169,7 @@ def test_a_drafter_that_knows_is_used_and_one_that_does_not_rests(knows, monkeyp
     monkeypatch.setattr(Decoder, "step", timed)
     monkeypatch.setattr(Decoder, "follow", followed)
     monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(auto, "measure", lambda decoder, turns, *a, **k: [cost(t) for t in turns] + [3e-3])
+    monkeypatch.setattr(timing, "measure", lambda decoder, turns, *a, **k: [cost(t) for t in turns] + [3e-3])
     monkeypatch.setattr(auto, "read_costs", lambda key: None)
     target, prompt = tiny.golden("kimi_k2"), tiny.prompts(256, 5)
     plain = generate.generate(target, None, prompt, "ar", max_new_tokens=150)
@@ -182,6 +183,27 @@ def test_a_drafter_that_knows_is_used_and_one_that_does_not_rests(knows, monkeyp
     assert r.modes.count("ar") <= 0.2 * len(r.modes) if knows else r.modes.count("ar") >= 0.8 * len(r.modes)
     assert ("ar gives 1.00 tokens in" in heard[0].why()) and heard[0].why().startswith("ar") is not knows
     assert max(map(abs, heard[0].own)) < 0.01 and sum(n > 0 for n in heard[0].rounds) > 2
+
+
+def test_a_row_that_ends_is_not_mistaken_for_a_faster_machine(monkeypatch):
+    """Rounds of plain decode of two rows, then of one, at exactly what was measured of each."""
+    clock, step, seen = [0.0], Decoder.step, []
+    def timed(self, plan, span):
+        clock[0] += cost(plan) * len(self.root)
+        return step(self, plan, span)
+    monkeypatch.setattr(Decoder, "step", timed)
+    monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(timing, "measure", lambda decoder, turns, *a, **k: [cost(t) * len(decoder.root) for t in turns] + [0.0])
+    monkeypatch.setattr(auto, "read_costs", lambda key: None)
+    monkeypatch.setattr(Auto, "choose", lambda self, left, rows: seen.append((rows, self.drift, *self.own)) or (rows != self.rows and self.resize(rows)) or 0)
+    target = tiny.golden("kimi_k2")
+    requests = [Request([1, 2], 40), Request([3], 60)]
+    decoder, plan, pilot = serve.open_batch(target, tiny.drafter(target), requests, 2, "auto", None, False, False)
+    pilot.auto.nap = 100  # learnt from together
+    list(serve.serve(decoder, requests, plan, pilot))
+    pilot.keep()
+    assert [row[0] for row in seen] == [2] * 39 + [1] * 20 and all(abs(x) < 1e-9 for row in seen for x in row[1:])
+    assert pilot.auto.rounds[0] >= 58 and abs(pilot.auto.drift) < 1e-9
 
 
 # The controller, with a world of its own: what rounds cost, what a drafter expects, what is accepted
@@ -514,14 +536,14 @@ def test_rounds_are_measured_of_all_rows_and_of_fewer(monkeypatch):
     """Of five, four, two and one; compiled ones of five alone. Then the batch is whole again, and nothing is written."""
     monkeypatch.setattr(auto, "read_costs", lambda key: None)
     monkeypatch.setattr(auto, "write_costs", lambda key, kept: None)
-    (target, draft), measure = pair(), auto.measure
+    (target, draft), measure = pair(), timing.measure
     for fixed, want in ((False, [5, 4, 2, 1]), (True, [5])):
         decoder, sizes = Watched(target, draft, 5, 70, ring=4), []
         decoder.fixed = fixed
         def measured(decoder, turns, *args, **settings):
             sizes.append(len(decoder.root))
             return measure(decoder, turns, *args, **{**settings, "repeats": 1})
-        monkeypatch.setattr(auto, "measure", measured)
+        monkeypatch.setattr(timing, "measure", measured)
         pilot = auto.start(decoder, Plan("ar"), 8, 64)
         assert sizes == want and sorted(pilot.auto.seconds) == ([5] if fixed else [1, 2, 3, 4, 5])
         assert all(len(row) == 5 and min(row) > 0 for row in pilot.auto.seconds.values())  # ar, the chain, three trees
@@ -531,7 +553,7 @@ def test_rounds_are_measured_of_all_rows_and_of_fewer(monkeypatch):
 
 def test_what_a_text_taught_the_next_one_begins_with(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(auto, "measure", lambda decoder, turns, *a, **k: [1.0] * (len(turns) + 1))
+    monkeypatch.setattr(timing, "measure", lambda decoder, turns, *a, **k: [1.0] * (len(turns) + 1))
     target, draft = pair()
     autos, began = [], []
     def run(prompts=[[1, 2, 3]]):
@@ -556,10 +578,10 @@ def test_a_file_that_cannot_be_kept_leaves_nothing_behind(tmp_path, monkeypatch)
     def fails(*args):
         raise OSError(28, "No space left on device")
     with monkeypatch.context() as m:
-        m.setattr(auto.os, "replace", fails)
-        auto.write_costs({"batch": 1}, {})
+        m.setattr(timing.os, "replace", fails)
+        timing.write_costs({"batch": 1}, {})
     assert not list((tmp_path / "nanograft").iterdir())
-    auto.write_costs({"batch": 1}, {})
+    timing.write_costs({"batch": 1}, {})
     assert [p.suffix for p in (tmp_path / "nanograft").iterdir()] == [".json"]
 
 
@@ -569,7 +591,7 @@ def test_measuring_leaves_no_trace():
     turns = candidates_for(draft.depths, (1, 4, 8))
     for turn in turns:
         decoder.prepare(turn)
-    seconds = auto.measure(decoder, turns, 64, repeats=1)
+    seconds = timing.measure(decoder, turns, 64, repeats=1)
     assert len(seconds) == len(turns) + 1 and min(seconds) > 0
     decoder.look()  # nothing is written
     assert not decoder.root.any() and not decoder.length.any() and not decoder.pending.any() and decoder.waiting == 0

@@ -187,6 +187,33 @@ def test_when_nobody_waits_a_round_is_of_the_rows_that_are_left():
             sizes, got, cancelled[4].cancelled = [], [[] for _ in requests], False
 
 
+def test_a_batch_whose_caches_another_took_does_not_touch_them():
+    """Not when rows of its own are about to leave it, nor when it is served again."""
+    target, requests = tiny.golden("kimi_k2"), [Request(p, n) for p, n in zip(tiny.prompts(256, 5, 9, 7), (2, 5, 12))]
+    texts = alone(target, requests)
+    older, plan, _ = open_batch(target, None, requests, 3, "ar", 1, False, False)
+    old = serve.serve(older, requests, plan)
+    next(e for e in old if e.number == 1 and e.finish)      # one row has left, one is about to
+    decoder, plan, _ = open_batch(target, None, requests, 3, "ar", 1, False, False)
+    new, got = serve.serve(decoder, requests, plan), [[], [], []]
+    for n, e in enumerate(new):
+        got[e.number] += e.tokens
+        for events in ([old, serve.serve(older, requests, plan)] if n == 1 else []):
+            with pytest.raises(RuntimeError, match="took over"):
+                list(events)
+    assert got == texts
+
+
+def test_a_batch_that_was_left_in_the_middle_is_at_rest_when_it_is_served_again():
+    target, requests = tiny.golden("kimi_k2"), mixed(3)
+    decoder, plan, _ = open_batch(target, None, requests, 3, "ar", 1, False, False)
+    decoder.fixed = True
+    next(e for e in serve.serve(decoder, requests, plan) if not e.prefill)
+    assert decoder.active[1:].any()
+    for e in serve.serve(decoder, requests[:1], plan):
+        assert not decoder.active[1:].any()
+
+
 def test_slots_without_requests_are_never_written(monkeypatch):
     target, requests = tiny.golden("kimi_k2"), mixed(2)
     texts = alone(target, requests)

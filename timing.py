@@ -1,0 +1,144 @@
+"""What a round costs here: measured on the real model, and kept in a file for the next time.
+
+A file holds lists of numbers, and the key that says what they depend on: pair, weights, device, versions, our own source. Whoever
+changes one of these measures anew.
+"""
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+from ranks import agree
+from verify import Decoder
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if Path("/proc/cpuinfo").exists():
+        for line in open("/proc/cpuinfo"):
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def fingerprint(decoder: Decoder) -> str:
+    """Of the weights, by the first few numbers of many tensors: what a drafter wins changes when one of the pair is trained."""
+    some = [*decoder.target.layers[-1].parameters(), *decoder.draft.own_params().values()]
+    return hashlib.sha256(repr(torch.cat([p.detach().reshape(-1)[:16].double() for p in some]).tolist()).encode()).hexdigest()[:16]
+
+
+def cost_key(decoder: Decoder, turns: list, span: int) -> dict:
+    """All that the seconds of rounds depend on, and what they win."""
+    target, draft, here = decoder.target, decoder.draft, Path(__file__).parent
+    source = hashlib.sha256(b"".join((here / f).read_bytes() for f in ("auto.py", "timing.py", "model.py", "draft.py", "ddtree.py", "verify.py")))
+    device = target.norm.weight.device
+    parts = [list(p.shape) for p in target.layers[-1].parameters()]  # tell how ranks share the model
+    return {"target": repr(target.config), "parts": parts, "draft": repr(draft.config), "block": draft.block, "weights": target.weight_bytes(),
+            "fingerprint": fingerprint(decoder),
+            "dtype": str(target.norm.weight.dtype), "device": device_name(device), "threads": torch.get_num_threads() if device.type == "cpu" else 0,
+            "torch": torch.__version__, "python": platform.python_version(), "source": source.hexdigest()[:16],
+            "compiled": decoder.compiled is not None, "batch": len(decoder.root), "span": span, "rounds": [list(map(str, t)) for t in turns]}
+
+
+def gains_key(key: dict) -> dict:
+    """What a drafter wins depends neither on the batch nor on the context's bucket: a text begins with what those of other sizes taught."""
+    return {**key, "batch": 0, "span": 0}
+
+
+def keeps_costs(decoder: Decoder) -> bool:
+    """Whether this process writes the file: of ranks that share the models, rank 0 does, for its file is the one that is read."""
+    return decoder.target.vocab is None or decoder.target.vocab.first == 0
+
+
+def cost_file(key: dict) -> Path:
+    """Under the user's cache folder (XDG_CACHE_HOME, or ~/.cache): one small file per key."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "nanograft" / f"{'rounds' if key['batch'] else 'gains'}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
+
+
+def read_costs(key: dict) -> Optional[dict]:
+    """What `write_costs` kept, lists of numbers; None where the file is absent, damaged or another key's."""
+    try:
+        kept = json.loads(cost_file(key).read_text())
+        ours = kept.pop("key") == key
+        numbers = [x for row in kept.values() for x in (sum(row, []) if isinstance(row[0], list) else row)]
+        sound = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(sum(kept.get("seconds", []), []) + kept.get("expected", []) + kept.get("weight", [])) > 0
+        return kept if ours and sound else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return None
+
+
+def write_costs(key: dict, kept: dict) -> None:
+    """Whole or not at all; a cache folder that cannot be written is no error."""
+    path, temporary = cost_file(key), None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
+            temporary = f.name
+            json.dump({"key": key, **kept}, f)
+        os.replace(temporary, path)
+    except OSError:
+        pass
+    finally:
+        if temporary is not None:
+            with suppress(OSError):  # it has its name, unless something failed
+                os.unlink(temporary)
+
+
+def measure_sizes(decoder: Decoder, turns: list, span: int, trees: int) -> dict:
+    """`measure` with all rows of the batch, and with every power of two below: rows that have ended leave it. (Compiled ones stay.) trees: how
+    many turns, the last but two, are trees that do not report; the last two report, the narrowest and the widest; 0: none does. Returns
+    lists, an entry for every number of rows: "rows", "seconds" of each turn, "catch_up", and "report", seconds that a tree's report
+    takes, of the narrowest and the widest."""
+    batch, kept = len(decoder.root), {"rows": [], "seconds": [], "catch_up": [], "report": []}
+    try:
+        for rows in [batch] + [1 << n for n in reversed(range((batch - 1).bit_length())) if not decoder.fixed]:
+            decoder.narrow(range(rows))
+            hurry = {} if rows == batch else {"repeats": 6, "patience": 1.0}
+            *seconds, catch_up = agree(measure(decoder, turns, span, warm=3 if decoder.compiled else 1, **hurry), decoder.target.vocab is not None)
+            report = [0.0, 0.0]
+            if trees:  # (differences of two clocks: noise may not make them more than a part)
+                *seconds, narrow, wide = seconds
+                widest = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
+                report = [min(max(narrow - seconds[-trees], widest), 0.3 * narrow), widest]
+            for kind, value in (("rows", float(rows)), ("seconds", seconds), ("catch_up", catch_up), ("report", report)):
+                kept[kind].append(value)
+    finally:
+        decoder.widen()
+    return kept
+
+
+def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: int = 15, patience: float = 4.0) -> list:
+    """Seconds of each Plan's round, taking turns, and of catching up: the least of up to `repeats`, for others on the machine only ever
+    add; after `patience` seconds 5 are enough, after twice that 2. No row may be active: such rounds cost the same and commit nothing. Roots are
+    random tokens while it lasts, for equal ones would all go to the same experts."""
+    device, V = decoder.root.device, decoder.target.config.vocab_size
+    decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))
+    calls = [decoder.follow] + [lambda turn=turn: decoder.run(turn, span) for turn in turns]
+    times, end = [[] for _ in calls], now(device) + patience
+    for n in range(warm + repeats):
+        if agree(n >= warm + 5 and now(device) > end or n >= warm + 2 and now(device) > end + patience, decoder.target.vocab is not None):
+            break
+        decoder.waiting = decoder.ring  # all it can hold
+        for call, kept in zip(calls, times):
+            began = now(device)
+            call()
+            kept += [now(device) - began] if n >= warm else []
+    decoder.root.zero_()
+    decoder.waiting = 0
+    return [min(t) for t in times[1:] + times[:1]]
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
