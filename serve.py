@@ -151,7 +151,8 @@ def open_batch(target: Transformer, draft: Optional[Drafter], requests: list, ba
 
 def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Optional[Callable[[State], Plan]] = None, stop_ids: tuple = (),
           until: Optional[Callable] = None, progress: Callable = lambda text: None, usage: Optional[Usage] = None) -> Iterator[Event]:
-    """Yields an Event per request and round. A request is taken from `requests` when a slot is free for it, not earlier.
+    """Yields an Event per request and round. A request is taken from `requests` when a slot is free for it, not earlier; once there is none,
+    rows that end leave the batch, and rounds are of those that are left (compiled ones stay as they are).
 
     plan: of every round, or choose(state) names the mode, budget and shape of each. (Whether rounds sample and filter follows from
     the plan and the requests so far: asking each round for less would cost a graph.) Where ranks share the models, rank 0 chooses and
