@@ -17,6 +17,7 @@ The controller is plain Python and holds no tensor: tests and bench.py --simulat
 Shapes: D drafted depths, W widths of the ladder.
 """
 import math
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Callable, Optional
 
@@ -34,14 +35,15 @@ RETURN, USUAL = 1 / 32, 1 / 32  # of expected tokens to the usual, per round of 
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES = 0.0075             # share of time that probes may lose
+PROBES = 0.006              # share of time that probes may lose
 SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
-REST, REST_AR = 32, 8       # rounds before a candidate is probed again, and between two scans of plain decode
+REST, REST_AR = 32, 12      # rounds before a candidate is probed again, and between two scans of plain decode
 END = 24                    # tokens of the longest row below which a probe would teach too late
 KNOWN, GUESSED = 6.0, 3.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = 10.0               # how unlike rows are over one token: of the bundled pair, on other texts than those of bench/
 LIKENESS = 32.0             # drafts of a row that weigh as much as that rule
-NORMAL = NormalDist()
+
+quantile = lru_cache(4096)(NormalDist().inv_cdf)  # (rows of plain decode stay in the same places)
 
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
@@ -133,7 +135,7 @@ class Auto:
         place, alike = 0.0, sum(left.values()) / longest  # rows that have ended almost do not count
         for n, own, mean in rows:
             place += n / longest
-            self.prospects.append((n, own, mean, NORMAL.inv_cdf(max(place - 0.375, 0.125) / (alike + 0.25)) / n ** 0.5))
+            self.prospects.append((n, own, mean, quantile(max(place - 0.375, 0.125) / (alike + 0.25)) / n ** 0.5))
 
     def row(self, i: int) -> int:
         """Where `mass` holds what candidate i, which drafts, should have accepted."""
@@ -150,7 +152,10 @@ class Auto:
 
     def cost(self, i: int, rows: Optional[int] = None) -> float:
         """Seconds of a round of so many rows (None: the present ones), at the machine's present pace."""
-        return between(self.seconds, self.rows if rows is None else rows)[i] * math.exp(self.own[i] + self.drift)
+        return between(self.seconds, self.rows if rows is None else rows)[i] * self.pace(i)
+
+    def pace(self, i: int) -> float:
+        return math.exp(self.own[i] + self.drift)
 
     def rate(self, i: int) -> float:
         """Expected tokens per second: of a mean row while requests wait, else of all rows to their ends, were there no other candidate."""
@@ -159,11 +164,11 @@ class Auto:
         return sum(self.left.values()) / self.rest(i)
 
     def rest(self, i: int) -> float:
-        """Seconds until the last row ends."""
+        """Seconds until the last row ends, in rounds of candidate i."""
         seconds = before = 0.0
         for ended, rounds in enumerate(self.ends(i)):
-            seconds, before = seconds + (rounds - before) * self.cost(i, max(self.rows - ended, 1)), rounds
-        return seconds
+            seconds, before = seconds + (rounds - before) * between(self.seconds, max(self.rows - ended, 1))[i], rounds
+        return seconds * self.pace(i)
 
     # The decision
 
@@ -303,10 +308,11 @@ class Pilot:
         return plan
 
     def hear(self, state) -> None:
-        plan, D = state.plan, self.auto.depths
+        plan, D, seconds = state.plan, self.auto.depths, state.seconds
         i = 0 if plan.mode == "ar" else self.numbers[plan.mode, plan.budget]
         told = state.packed[self.auto.rows:] if i else []  # nothing after a quiet round
-        seconds = max(state.seconds - between(self.catch_up, self.auto.rows) * self.followed - self.report(plan) * bool(told), 0.1 * state.seconds)
+        if self.followed or told:
+            seconds = max(seconds - between(self.catch_up, self.auto.rows) * self.followed - self.report(plan) * bool(told), 0.1 * seconds)
         if self.decoder.compiled:  # the first two calls of a graph compile and record it
             self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
             seconds = seconds if calls > 2 else None

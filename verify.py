@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         if draft is not None:
             draft.setup_cache(batch, slots)
         self.ring, self.waiting = ring if draft is not None else 0, 0      # waiting: the host's bound on pending
-        if self.ring:  # one slot more takes what is not committed
+        if self.ring:  # one slot more takes what a row at rest writes
             self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring + 1, draft.fc.in_features), persistent=False)
             self.register_buffer("ring_starts", torch.arange(batch, device=device) * (ring + 1), persistent=False)
         self.by_row = [(self, name, 0) for name in ("root", "length", "limit", "active", "pending", "seed", "temperature", "top_k", "top_p")]
@@ -389,8 +389,8 @@ class Decoder(nn.Module):
         length = self.length if rows is None else self.length[rows]
         commit(self.target, latents, path, length, count, rows)
         if taps is not None and rests:
-            slot = torch.where(self.active, self.pending, self.ring)
-            self.waiting_taps.view(-1, taps.shape[-1]).index_copy_(0, self.ring_starts[:len(slot)] + slot, taps[:, 0])
+            # a row at rest writes where its next tap will come
+            self.waiting_taps.view(-1, taps.shape[-1]).index_copy_(0, self.ring_starts[:len(count)] + self.pending, taps[:, 0])
             self.pending.add_(count)
         elif taps is not None:
             self.draft.graft(taps.gather(1, path.unsqueeze(-1).expand(-1, -1, taps.shape[-1])), length, count, rows)
