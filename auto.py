@@ -35,9 +35,10 @@ RETURN, USUAL = 1 / 32, 1 / 32  # of expected tokens to the usual, per round of 
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES = 0.006              # share of time that probes may lose
+PROBES = 0.005              # share of time that probes may lose
 SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST, REST_AR = 32, 12      # rounds before a candidate is probed again, and between two scans of plain decode
+FAR = 0.75                  # of plain decode's tokens per second, where the others are far behind
 END = 24                    # tokens of the longest row below which a probe would teach too late
 KNOWN, GUESSED = 6.0, 3.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = 10.0               # how unlike rows are over one token: of the bundled pair, on other texts than those of bench/
@@ -150,11 +151,12 @@ class Auto:
         self.told = self.widths[:1 + sum(w < widest for w in self.widths[:-1])]  # widths to report on; their widest prices the chain, too
         self.current = self.current if self.current in self.possible else 0
 
-    def cost(self, i: int, rows: Optional[int] = None) -> float:
-        """Seconds of a round of so many rows (None: the present ones), at the machine's present pace."""
-        return between(self.seconds, self.rows if rows is None else rows)[i] * self.pace(i)
+    def cost(self, i: int) -> float:
+        """Seconds, at the machine's present pace."""
+        return between(self.seconds, self.rows)[i] * self.pace(i)
 
     def pace(self, i: int) -> float:
+        """Seconds that live rounds took, of one that was measured."""
         return math.exp(self.own[i] + self.drift)
 
     def rate(self, i: int) -> float:
@@ -191,6 +193,8 @@ class Auto:
         margin = MARGIN * (1 if self.current else 2) + DOUBT / self.weight[self.row(best)] if best else 0.0
         if rates[best] > rates[self.current] * (1 + margin):
             self.current = best
+        if self.current == 0 and max([rates[i] for i in self.possible if i], default=0.0) < FAR * rates[0]:
+            self.nap = 2 * REST_AR - 1  # it will not change soon
         if self.current == 0 and self.turn and self.turn - max(self.heard) < REST_AR:
             return self.current
         def loss(i):                  # seconds that a round of i, which reports, loses against the current candidate
@@ -292,16 +296,21 @@ class Pilot:
         self.numbers = {(c.mode, c.budget): i for i, c in enumerate(candidates)}
         self.calls, self.span, self.followed, self.rows = {}, 0, 0.0, {}
         self.plain = []  # seconds of rounds of plain decode, short as they are: learnt from together, to spare the host's time
+        self.idle = False  # whether the last round was one, and its seconds need no correction
 
     def __call__(self, state) -> Plan:
+        slots, waiting, ring = len(self.decoder.root), self.decoder.waiting, self.decoder.ring
+        if self.idle and self.auto.nap and waiting < ring and slots == self.auto.rows and len(state.rows) == len(self.rows):
+            self.auto.nap -= 1
+            self.plain.append(state.seconds)
+            return self.auto.candidates[0]
         if state.plan is not None:
             self.hear(state)
-        slots = len(self.decoder.root)
         if slots != self.auto.rows:
             self.learn_plain()  # they were of more rows
         plan = self.auto.candidates[self.auto.choose({} if state.more else dict(state.rows.values()), slots)]
-        waiting, ring = self.decoder.waiting, self.decoder.ring
         self.followed = 0.0 if plan.mode == "ar" and waiting < ring else 1.0 if self.decoder.compiled and waiting else waiting / ring
+        self.idle = plan.mode == "ar" and not self.followed and not self.decoder.compiled
         self.span, self.rows = state.span, state.rows
         if self.decoder.compiled is None and plan.mode != "ar":  # eagerly, a report costs as much as a few nodes
             return plan._replace(ladder=() if self.auto.settled() else self.auto.told)

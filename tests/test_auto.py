@@ -476,7 +476,9 @@ def test_rounds_get_cheaper_as_rows_end():
     """By hand: one row for 10 rounds after both for 20; costs between two measured numbers of rows lie on their line."""
     costs = {1: [2.0] + [3.0] * 7, 4: [5.0] + [12.0] * 7}
     pair = Auto(candidates_for(D, WIDTHS), costs, D)
-    assert [pair.cost(0, n) for n in (1, 2, 3, 4, 9)] == [2.0, 3.0, 4.0, 5.0, 5.0] and pair.cost(3, 3) == 9.0
+    for rows, plain, wide in ((1, 2.0, 3.0), (2, 3.0, 6.0), (3, 4.0, 9.0), (4, 5.0, 12.0), (9, 5.0, 12.0)):
+        pair.resize(rows)
+        assert pair.cost(0) == plain and pair.cost(3) == wide
     pair.choose({0: 20, 1: 30}, 2)
     assert pair.rows == 2 and pair.rest(0) == pytest.approx(20 * 3.0 + 10 * 2.0) and pair.rate(0) == pytest.approx(50 / 80)
     assert auto.between({2: 1.0, 4: 3.0}, 3) == 2.0 and auto.between({2: 1.0}, 1) == 1.0
