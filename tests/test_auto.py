@@ -386,7 +386,7 @@ def test_a_scan_holds_until_there_is_news(current, holds, monkeypatch):
     """Of plain decode the longer, where all others are far behind."""
     scans, ordinary = [], auto.pick
     monkeypatch.setattr(auto, "pick", lambda rates: scans.append(1) or ordinary(rates))
-    sure = settled(**{"ddtree_8": 1.0} if current else {"ar": 0.1} if holds > auto.REST_AR else {"ar": 5.7})
+    sure = settled(**{"ddtree_8": 1.0} if current else {"ar": 0.1} if holds > auto.REST_AR else {"ar": 5.4})
     assert sure.current == current
     def scanned(left, rounds=1):
         scans.clear()
