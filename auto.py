@@ -35,10 +35,9 @@ RETURN, USUAL = 1 / 32, 1 / 32  # of expected tokens to the usual, per round of 
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES = 0.005              # share of time that probes may lose
+PROBES = 0.0075             # share of time that probes may lose
 SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST, REST_AR = 32, 12      # rounds before a candidate is probed again, and between two scans of plain decode
-FAR = 0.75                  # of plain decode's tokens per second, where the others are far behind
 END = 24                    # tokens of the longest row below which a probe would teach too late
 KNOWN, GUESSED = 6.0, 3.0   # rounds that what another text taught counts for at most, and a first guess
 SPREAD = 10.0               # how unlike rows are over one token: of the bundled pair, on other texts than those of bench/
@@ -193,8 +192,6 @@ class Auto:
         margin = MARGIN * (1 if self.current else 2) + DOUBT / self.weight[self.row(best)] if best else 0.0
         if rates[best] > rates[self.current] * (1 + margin):
             self.current = best
-        if self.current == 0 and max([rates[i] for i in self.possible if i], default=0.0) < FAR * rates[0]:
-            self.nap = 2 * REST_AR - 1  # it will not change soon
         if self.current == 0 and self.turn and self.turn - max(self.heard) < REST_AR:
             return self.current
         def loss(i):                  # seconds that a round of i, which reports, loses against the current candidate
