@@ -93,7 +93,7 @@ class Auto:
         self.current = pick({i: self.rate(i) for i in self.possible})
         self.last, self.run, self.ran = self.current, 0, [-REST] * n  # ran: the turn of each candidate's last round
         if habits:                                                # seconds that probes may lose: texts save up for one together
-            self.allowance = habits["allowance"][0] * self.cost(0)
+            self.allowance = habits["allowance"][0] * self.full(0)
         else:                                                     # a drafter never heard is asked at once
             self.allowance = min([self.cost(i) for i in self.possible if i], default=0.0)
         self.rounds, self.probes, self.probing, self.timed = [0] * n, 0, False, False
@@ -153,6 +153,10 @@ class Auto:
     def cost(self, i: int) -> float:
         """Seconds, at the machine's present pace."""
         return between(self.seconds, self.rows)[i] * self.pace(i)
+
+    def full(self, i: int) -> float:
+        """Seconds of a round of all rows."""
+        return self.seconds[max(self.seconds)][i] * self.pace(i)
 
     def pace(self, i: int) -> float:
         """Seconds that live rounds took, of one that was measured."""
@@ -222,7 +226,7 @@ class Auto:
         self.last, self.turn = i, self.turn + rounds
         self.ran[i] = self.turn
         if not self.probing:
-            self.allowance = min(self.allowance + rounds * PROBES * self.cost(i), 2 * self.cost(self.current))
+            self.allowance = min(self.allowance + rounds * PROBES * self.cost(i), 2 * self.full(self.current))
         if i and drafts:
             mean = sum(drafts.values()) / len(drafts)
             known = {row: self.luck.get(row, (0.0, 0.0)) for row in drafts}
@@ -259,7 +263,7 @@ class Auto:
 
     def habits(self) -> dict:
         """What another text with this pair may begin with, in any batch."""
-        return {"mass": self.mass, "accepted": self.accepted, "expected": self.expected, "weight": self.weight, "allowance": [self.allowance / self.cost(0)]}
+        return {"mass": self.mass, "accepted": self.accepted, "expected": self.expected, "weight": self.weight, "allowance": [self.allowance / self.full(0)]}
 
     # What the user hears
 
@@ -294,17 +298,20 @@ class Pilot:
         self.calls, self.span, self.followed, self.rows = {}, 0, 0.0, {}
         self.plain = []  # seconds of rounds of plain decode, short as they are: learnt from together, to spare the host's time
         self.idle = False  # whether the last round was one, and its seconds need no correction
+        self.slots, self.more = 0, True
 
     def __call__(self, state) -> Plan:
         slots, waiting, ring = len(self.decoder.root), self.decoder.waiting, self.decoder.ring
-        if self.idle and self.auto.nap and waiting < ring and slots == self.auto.rows and len(state.rows) == len(self.rows):
+        if (self.idle and state.plan is not None and state.plan.mode == "ar" and self.auto.nap and waiting < ring
+                and slots == self.slots and len(state.rows) == len(self.rows) and state.more == self.more):
             self.auto.nap -= 1
             self.plain.append(state.seconds)
             return self.auto.candidates[0]
         if state.plan is not None:
             self.hear(state)
-        if slots != self.auto.rows:
+        if slots != self.slots:
             self.learn_plain()  # they were of more rows
+        self.slots, self.more = slots, state.more
         plan = self.auto.candidates[self.auto.choose({} if state.more else dict(state.rows.values()), slots)]
         self.followed = 0.0 if plan.mode == "ar" and waiting < ring else 1.0 if self.decoder.compiled and waiting else waiting / ring
         self.idle = plan.mode == "ar" and not self.followed and not self.decoder.compiled
@@ -316,7 +323,7 @@ class Pilot:
     def hear(self, state) -> None:
         plan, D, seconds = state.plan, self.auto.depths, state.seconds
         i = 0 if plan.mode == "ar" else self.numbers[plan.mode, plan.budget]
-        told = state.packed[self.auto.rows:] if i else []  # nothing after a quiet round
+        told = state.packed[self.slots:] if i else []  # nothing after a quiet round
         if self.followed or told:
             seconds = max(seconds - between(self.catch_up, self.auto.rows) * self.followed - self.report(plan) * bool(told), 0.1 * seconds)
         if self.decoder.compiled:  # the first two calls of a graph compile and record it

@@ -267,7 +267,7 @@ class Drafter(nn.Module):
         self.v_cache[:, rows, slot] = v
 
     def propose(self, root: Tensor, length: Tensor, span: Optional[int] = None) -> Tensor:
-        """root (B,) at position length (B,) -> marginals (B, D, V), logits: depth d predicts position length + d + 1.
+        """root (B,) at position length (B,), of the cache's first rows -> marginals (B, D, V), logits: depth d predicts position length + d + 1.
         span: context slots to attend, at least every length (default: all)."""
         return self.proposal(root, length, span)[0]
 
@@ -277,7 +277,8 @@ class Drafter(nn.Module):
         span = self.k_cache.shape[2] - 1 if span is None else span
         ids = torch.full((root.shape[0], 1, self.block), self.config.mask_id, device=root.device)
         ids[:, 0, 0] = root
-        x = self.blocks(ids, length.unsqueeze(1), self.k_cache[:, :, :span], self.v_cache[:, :, :span])  # (B, 1, b, h)
+        k, v = (cache[:, :len(root), :span] for cache in (self.k_cache, self.v_cache))                   # (L, B, S, G, d)
+        x = self.blocks(ids, length.unsqueeze(1), k, v)                                                  # (B, 1, b, h)
         hidden = x[:, 0, self.block - self.depths:]                                                      # (B, D, h)
         def conditional(depth: int, before: Tensor, ids: Optional[Tensor] = None) -> Tensor:
             return self.markov_head(before, hidden[:, depth:depth + 1], ids)

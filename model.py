@@ -459,12 +459,13 @@ class Transformer(nn.Module):
 
         length (B,): committed tokens; span: cache slots to attend, at least every length; taps: ids of layers whose
         outputs are wanted; last (B,): where given, logits for that node alone (prefill wants no others); rows (B,): where
-        given, the rows of the cache that the sequences are (prefill of a few of them).
+        given, the rows of the cache that the sequences are (prefill of a few of them); else they are its first.
         Returns logits (B, N, V) (N = 1 with `last`), taps (B, N, n*h) or None, latents (L, B, N, C+R)."""
         rope = self.rope(length.unsqueeze(1) + tree.depth)
         bias = attention_bias(tree, length, span, upcast(self.norm.weight).dtype)
         x, hidden, latents = self.embed_tokens(tree.tokens), {}, []
-        for i, (layer, past) in enumerate(zip(self.layers, self.cache[:, :, :span].unbind())):
+        pasts = self.cache[:, :, :span] if rows is not None else self.cache[:, :tree.tokens.shape[0], :span]  # (L, B, span, C+R)
+        for i, (layer, past) in enumerate(zip(self.layers, pasts.unbind())):
             x, new = layer.cached(x, rope, past if rows is None else past[rows], bias)
             latents.append(new)
             if i in taps:

@@ -110,7 +110,7 @@ def memory_plan(config: dict, draft: Optional[dict] = None, context: int = 4096,
         kv_heads = d.num_kv_heads if draft_misfits(d, tp) else -(-d.num_kv_heads // tp)
         plan["drafter K/V"] = batch * slots * 2 * d.num_layers * kv_heads * d.head_dim * item
         if ring:
-            plan["waiting taps"] = batch * (ring + 1) * drafter.fc.in_features * item
+            plan["waiting taps"] = batch * ring * drafter.fc.in_features * item
     nodes, chunk = min(budget + 1, context), min(chunk, context)
     read = min(batch * chunk, chunk_room(-(-c.num_heads // tp), context, item))
     plan["workspace"] = max(workspace(c, batch * nodes, nodes, context, tp, item, batch * nodes), workspace(c, read, chunk, context, tp, item, batch))

@@ -91,7 +91,7 @@ class State(NamedTuple):
     more: bool                  # whether requests may wait for a slot
     span: int                   # cache slots the round will attend
     plan: Optional[Plan]        # of the last round; None before the first
-    packed: list                # what the last round gave, as `Decoder.step` read it back
+    packed: list                # what the last round gave, as `Decoder.step` read it back: its slots, from which rows may have moved since
     seconds: float              # what it took, the copy to the host included
 
 

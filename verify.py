@@ -164,13 +164,10 @@ class Decoder(nn.Module):
         if draft is not None:
             draft.setup_cache(batch, slots)
         self.ring, self.waiting = ring if draft is not None else 0, 0      # waiting: the host's bound on pending
-        if self.ring:  # one slot more takes what a row at rest writes
-            self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring + 1, draft.fc.in_features), persistent=False)
-            self.register_buffer("ring_starts", torch.arange(batch, device=device) * (ring + 1), persistent=False)
-        self.by_row = [(self, name, 0) for name in ("root", "length", "limit", "active", "pending", "seed", "temperature", "top_k", "top_p")]
-        self.by_row += [(target, "cache", 1)] + [(draft, name, 1) for name in ("k_cache", "v_cache") if draft is not None]
-        self.by_row += [(self, "waiting_taps", 0)] * (self.ring > 0)
-        self.whole = []                        # what `narrow` took a part of
+        if self.ring:
+            self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring, draft.fc.in_features), persistent=False)
+            self.register_buffer("ring_starts", torch.arange(batch, device=device) * ring, persistent=False)
+        self.whole = {}                        # the buffers that `narrow` left the first rows of
         self.fixed = False                     # rows stay where they are: a graph's shapes and addresses
         self.compiled, self.pairs, self.least_span = None, {}, 64
 
@@ -241,26 +238,28 @@ class Decoder(nn.Module):
         self.length[index], self.pending[index], self.active[index] = 0, 0, False
 
     def narrow(self, rows: list) -> list:
-        """The batch is of these rows alone from here on, and rounds cost less: the last of them move to where others leave room. Returns
-        which row each of its slots now holds. Not where rows are fixed."""
+        """The batch is of these rows alone from here on, and rounds cost less: the last of them move to where others leave room, in the
+        caches, too, of which rounds read the first rows. Returns which row each slot now holds. Not of fewer rows where they are fixed."""
         self.check_claim()
-        n = len(rows)
-        free, moved = [s for s in range(n) if s not in rows], [s for s in rows if s >= n]
-        self.whole = self.whole or [getattr(owner, name) for owner, name, _ in self.by_row]
-        for owner, name, dim in self.by_row:
-            t = getattr(owner, name)
-            for to, row in zip(free, moved):
-                t.select(dim, to).copy_(t.select(dim, row))
-            setattr(owner, name, t.narrow(dim, 0, n))
-        return [moved[free.index(s)] if s in free else s for s in range(n)]
+        n, order = len(rows), [s if s in rows else None for s in range(len(rows))]
+        moved = [s for s in rows if s >= n]
+        names = ("root", "length", "limit", "active", "pending", "seed", "temperature", "top_k", "top_p") + ("waiting_taps",) * (self.ring > 0)
+        self.whole = self.whole or {name: getattr(self, name) for name in names}
+        caches = [self.target.cache] + ([self.draft.k_cache, self.draft.v_cache] if self.draft is not None else [])
+        for slot in [s for s in range(n) if order[s] is None]:
+            order[slot] = moved.pop()
+            for t in [getattr(self, name) for name in names] + [c.transpose(0, 1) for c in caches]:
+                t[slot] = t[order[slot]]
+        for name in names:
+            setattr(self, name, getattr(self, name)[:n])
+        return order
 
     def widen(self) -> None:
         """All rows again, at rest."""
-        self.check_claim()
-        for (owner, name, _), t in zip(self.by_row, self.whole):
-            setattr(owner, name, t)
+        for name, whole in self.whole.items():
+            setattr(self, name, whole)
         self.active.zero_()
-        self.whole = []
+        self.whole = {}
 
     def prepare(self, plan: Plan) -> None:
         """Makes build_tree's index tables for a plan, as a buffer: a graph then reads them from a fixed address."""

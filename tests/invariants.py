@@ -59,7 +59,9 @@ class Watched(Decoder):
         self.origin, self.gone = list(range(len(self.length))), {}
 
     def caches(self) -> list:
-        return [self.target.cache] + ([self.draft.k_cache, self.draft.v_cache] if self.draft is not None else [])
+        """Their rows in use."""
+        caches = [self.target.cache] + ([self.draft.k_cache, self.draft.v_cache] if self.draft is not None else [])
+        return [cache[:, :len(self.length)] for cache in caches]
 
     def narrow(self, rows):
         """Keeps what rows hold that leave the batch."""
@@ -100,8 +102,8 @@ class Watched(Decoder):
     def look(self) -> None:
         assert (self.length < self.limit).logical_or(self.limit == 0).all()
         assert (self.pending >= 0).all() and (self.pending <= min(self.waiting, self.ring)).all()
-        for cache in self.caches():  # the drafter's lacks what waits in the ring
-            length = self.length if cache is self.target.cache else self.length - self.pending
+        for i, cache in enumerate(self.caches()):  # the drafter's lacks what waits in the ring
+            length = self.length if i == 0 else self.length - self.pending
             committed = torch.arange(self.slots) < length.unsqueeze(1)                 # (B, S)
             written = cache[:, :, :self.slots].flatten(3) != UNWRITTEN                 # (L, B, S, C)
             assert torch.equal(written.all(-1), committed.expand(len(cache), -1, -1)), "a committed slot is not written"

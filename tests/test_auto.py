@@ -227,6 +227,20 @@ def test_between_two_scans_of_plain_decode_nothing_is_asked_and_nothing_missed(m
     assert seen == want and seen[1][0] > 100 and sum(seen[1][1:]) > 2 and few < 0.4 * many
 
 
+def test_that_nobody_waits_any_more_is_heard_at_once(monkeypatch):
+    """While plain decode runs; and a Pilot that serves again hears of no round before the first."""
+    clocked(monkeypatch)
+    target, told, asked, call, choose = tiny.golden("kimi_k2"), [], [], auto.Pilot.__call__, Auto.choose
+    monkeypatch.setattr(Auto, "choose", lambda self, left, rows: asked.append(bool(left)) or choose(self, left, rows))
+    monkeypatch.setattr(auto.Pilot, "__call__", lambda self, state: (call(self, state), told.append((state.more, bool(asked) and not asked[-1])))[0])
+    requests = [Request([1], 45), Request([2], 60), Request([3], 60)]
+    decoder, plan, pilot = serve.open_batch(target, tiny.drafter(target), requests, 2, "auto", None, False, False)
+    list(serve.serve(decoder, requests, plan, pilot))
+    assert len(set(told)) == 2 and all(more == heard for more, heard in told)
+    list(serve.serve(decoder, [Request([4], 2)], plan, pilot))
+    assert 0.0 not in pilot.plain
+
+
 # The controller, with a world of its own: what rounds cost, what a drafter expects, what is accepted
 
 D = 7
@@ -443,6 +457,14 @@ def test_short_texts_save_up_for_a_probe_together():
             short.learn(i, {0: 0})
         habits = short.habits()
     assert not any(probed[:10]) and 1 <= sum(probed) <= 20
+
+
+def test_what_is_saved_for_probes_keeps_its_worth_when_rows_leave():
+    costs, saved = {1: WORLDS["a CPU"], 16: WORLDS["a CPU, 16 rows"]}, settled()
+    many = Auto(candidates_for(D, WIDTHS), costs, D, saved.habits())
+    many.allowance = 7.0
+    many.resize(1)
+    assert Auto(candidates_for(D, WIDTHS), costs, D, many.habits()).allowance == pytest.approx(7.0)
 
 
 def test_while_plain_decode_runs_the_expectation_returns_to_the_usual():

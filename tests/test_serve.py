@@ -1,5 +1,7 @@
 """Requests through a batch of slots: who shares a batch changes no text, slots are refilled, the others go on meanwhile."""
+import gc
 import random
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -212,6 +214,24 @@ def test_a_batch_that_was_left_in_the_middle_is_at_rest_when_it_is_served_again(
     assert decoder.active[1:].any()
     for e in serve.serve(decoder, requests[:1], plan):
         assert not decoder.active[1:].any()
+
+
+def test_a_batch_that_has_ended_holds_no_memory():
+    """Its caches go when the next batch needs some, and itself when nobody wants it, without waiting for the garbage collector."""
+    target, requests = tiny.golden("kimi_k2"), mixed(3)
+    draft = tiny.drafter(target)
+    gc.collect()
+    gc.disable()
+    try:
+        decoder, plan, _ = open_batch(target, draft, requests, 3, "ddtree", 12, False, False)
+        list(serve.serve(decoder, requests, plan))
+        held = [weakref.ref(c) for c in (target.cache, draft.k_cache, draft.v_cache, decoder)]
+        another = open_batch(target, draft, requests, 3, "ddtree", 12, False, False)
+        assert [h() is None for h in held] == [True, True, True, False]
+        del decoder, another
+        assert held[3]() is None
+    finally:
+        gc.enable()
 
 
 def test_slots_without_requests_are_never_written(monkeypatch):
