@@ -104,7 +104,7 @@ def measure_sizes(decoder: Decoder, turns: list, span: int, trees: int) -> dict:
         for rows in [batch] + [1 << n for n in reversed(range((batch - 1).bit_length())) if not decoder.fixed]:
             decoder.narrow(range(rows))
             hurry = {} if rows == batch else {"repeats": 6, "patience": 1.0}
-            *seconds, catch_up = agree(measure(decoder, turns, span, warm=3 if decoder.compiled else 1, **hurry), decoder.target.vocab is not None)
+            *seconds, catch_up = agree(measure(decoder, turns, span, warm=2 if decoder.compiled else 0, **hurry), decoder.target.vocab is not None)
             report = [0.0, 0.0]
             if trees:  # (differences of two clocks: noise may not make them more than a part)
                 *seconds, narrow, wide = seconds
@@ -117,19 +117,23 @@ def measure_sizes(decoder: Decoder, turns: list, span: int, trees: int) -> dict:
     return kept
 
 
-def measure(decoder: Decoder, turns: list, span: int, warm: int = 1, repeats: int = 15, patience: float = 4.0) -> list:
+def measure(decoder: Decoder, turns: list, span: int, warm: int = 0, repeats: int = 10, patience: float = 4.0) -> list:
     """Seconds of each Plan's round, taking turns, and of catching up: the least of up to `repeats`, for others on the machine only ever
-    add; after `patience` seconds 5 are enough, after twice that 2. No row may be active: such rounds cost the same and commit nothing. Roots are
+    add; after `patience` seconds 5 are enough, after twice that 2. Each is timed as the second in a row: what another kind of round left in
+    the processor's caches is not what a round finds at work. No row may be active: such rounds cost the same and commit nothing. Roots are
     random tokens while it lasts, for equal ones would all go to the same experts."""
     device, V = decoder.root.device, decoder.target.config.vocab_size
     decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))
-    calls = [decoder.follow] + [lambda turn=turn: decoder.run(turn, span) for turn in turns]
+    def follow():
+        decoder.waiting = decoder.ring  # all it can hold
+        decoder.follow()
+    calls = [follow] + [lambda turn=turn: decoder.run(turn, span) for turn in turns]
     times, end = [[] for _ in calls], now(device) + patience
     for n in range(warm + repeats):
         if agree(n >= warm + 5 and now(device) > end or n >= warm + 2 and now(device) > end + patience, decoder.target.vocab is not None):
             break
-        decoder.waiting = decoder.ring  # all it can hold
         for call, kept in zip(calls, times):
+            call()
             began = now(device)
             call()
             kept += [now(device) - began] if n >= warm else []
