@@ -439,7 +439,8 @@ class Written(Decoder):
             cache[:, rows] = self.UNWRITTEN
 
     def lengths(self) -> list:
-        return [(cache[:, :, :self.slots].flatten(3) != self.UNWRITTEN).all(-1).sum(-1) for cache in (self.target.cache, self.draft.k_cache, self.draft.v_cache)]
+        return [(cache[:, :len(self.length), :self.slots].flatten(3) != self.UNWRITTEN).all(-1).sum(-1)
+                for cache in (self.target.cache, self.draft.k_cache, self.draft.v_cache)]
 
 
 @pytest.mark.slow
