@@ -325,7 +325,7 @@ class Pilot:
         i = 0 if plan.mode == "ar" else self.numbers[plan.mode, plan.budget]
         told = state.packed[self.slots:] if i else []  # nothing after a quiet round
         if self.followed or told:
-            seconds = max(seconds - between(self.catch_up, self.auto.rows) * self.followed - self.report(plan) * bool(told), 0.1 * seconds)
+            seconds = max(seconds - between(self.catch_up, self.slots) * self.followed - self.report(plan) * bool(told), 0.1 * seconds)
         if self.decoder.compiled:  # the first two calls of a graph compile and record it
             self.calls[plan, self.span] = calls = self.calls.get((plan, self.span), 0) + 1
             seconds = seconds if calls > 2 else None
@@ -347,7 +347,7 @@ class Pilot:
 
     def report(self, plan: Plan) -> float:
         """Seconds that the report of a round takes: little of a chain's, and of a tree's as much more as a wider one must be built."""
-        narrowest, widest = between(self.reports, self.auto.rows)
+        narrowest, widest = between(self.reports, self.slots)
         wider = (plan.ladder[-1] - plan.budget) / self.auto.widths[-1] if plan.mode == "ddtree" and plan.ladder else 0.0
         return widest + (narrowest - widest) * wider
 

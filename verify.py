@@ -147,7 +147,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.target, self.draft, self.slots = target, draft, slots
         device = target.norm.weight.device
+        self.per_row = []                      # names of the buffers that `narrow` takes rows of
         def buffer(name, value, dtype):
+            self.per_row.append(name)
             self.register_buffer(name, torch.full((batch,), value, dtype=dtype, device=device), persistent=False)
         buffer("root", 0, torch.long)          # the last emitted token, in no cache yet
         buffer("length", 0, torch.long)        # committed tokens = the root's position
@@ -165,6 +167,7 @@ class Decoder(nn.Module):
             draft.setup_cache(batch, slots)
         self.ring, self.waiting = ring if draft is not None else 0, 0      # waiting: the host's bound on pending
         if self.ring:
+            self.per_row.append("waiting_taps")
             self.register_buffer("waiting_taps", target.norm.weight.new_zeros(batch, ring, draft.fc.in_features), persistent=False)
             self.register_buffer("ring_starts", torch.arange(batch, device=device) * ring, persistent=False)
         self.whole = {}                        # the buffers that `narrow` left the first rows of
@@ -243,14 +246,13 @@ class Decoder(nn.Module):
         self.check_claim()
         n, order = len(rows), [s if s in rows else None for s in range(len(rows))]
         moved = [s for s in rows if s >= n]
-        names = ("root", "length", "limit", "active", "pending", "seed", "temperature", "top_k", "top_p") + ("waiting_taps",) * (self.ring > 0)
-        self.whole = self.whole or {name: getattr(self, name) for name in names}
+        self.whole = self.whole or {name: getattr(self, name) for name in self.per_row}
         caches = [self.target.cache] + ([self.draft.k_cache, self.draft.v_cache] if self.draft is not None else [])
         for slot in [s for s in range(n) if order[s] is None]:
             order[slot] = moved.pop()
-            for t in [getattr(self, name) for name in names] + [c.transpose(0, 1) for c in caches]:
+            for t in [getattr(self, name) for name in self.per_row] + [c.transpose(0, 1) for c in caches]:
                 t[slot] = t[order[slot]]
-        for name in names:
+        for name in self.per_row:
             setattr(self, name, getattr(self, name)[:n])
         return order
 
