@@ -89,7 +89,7 @@ class Auto:
         self.usual = list(self.mass)                              # a slower mean: first what other texts taught, later this one's
         self.turn = 0                                             # rounds so far
         self.heard = [0] * len(self.mass)                         # the turn of the last report on each
-        self.luck, self.left, self.prospects = {}, {}, []         # row -> drafts it accepted and a mean row did; tokens to come; see `look`
+        self.luck, self.prospects = {}, []                        # row -> drafts it accepted and a mean row did; see `look`
         self.current = pick({i: self.rate(i) for i in self.possible})
         self.last, self.run, self.ran = self.current, 0, [-REST] * n  # ran: the turn of each candidate's last round
         if habits:                                                # seconds that probes may lose: texts save up for one together
@@ -128,7 +128,7 @@ class Auto:
     def look(self, left: dict) -> None:
         """left: row -> tokens to come. Of each row, the soonest to end first: those tokens, its luck, and how unlike the mean row its place
         makes it: as n ordered normal numbers are (Blom 1958), and the more the fewer tokens are left, since luck has no time to even out."""
-        self.left, self.prospects, drafts = left, [], max(sum(self.odds(self.current)), 1.0)
+        self.prospects, drafts = [], max(sum(self.odds(self.current)), 1.0)
         rows = [(n, *self.luck.get(row, (0.0, 0.0))) for row, n in left.items()]
         rows.sort(key=lambda row: row[0] / (1 + drafts * (row[1] + LIKENESS) / (row[2] + LIKENESS)))
         longest = max(left.values(), default=1)
@@ -164,9 +164,9 @@ class Auto:
 
     def rate(self, i: int) -> float:
         """Expected tokens per second: of a mean row while requests wait, else of all rows to their ends, were there no other candidate."""
-        if not self.left:
+        if not self.prospects:
             return self.gain(i) / self.cost(i)
-        return sum(self.left.values()) / self.rest(i)
+        return sum(left for left, *_ in self.prospects) / self.rest(i)
 
     def rest(self, i: int) -> float:
         """Seconds until the last row ends, in rounds of candidate i."""
@@ -185,7 +185,7 @@ class Auto:
             self.resize(rows)
             self.nap = 0
         longest = max(left.values(), default=math.inf)
-        if self.nap and len(left) == len(self.left) and longest > self.depths:
+        if self.nap and len(left) == len(self.prospects) and longest > self.depths:
             self.nap -= 1
             return self.current
         self.nap = (QUIET if self.current else REST_AR) - 1
@@ -272,7 +272,7 @@ class Auto:
         now = self.current
         other = max((i for i in self.possible if (i == 0) != (now == 0)), key=self.rate, default=now)
         def price(i):
-            ends = f" and ends {len(self.left)} rows in {self.rest(i):.2g} s" if len(self.left) > 1 else ""
+            ends = f" and ends {len(self.prospects)} rows in {self.rest(i):.2g} s" if len(self.prospects) > 1 else ""
             return f"{self.candidates[i].name} gives {self.gain(i):.2f} tokens in {self.cost(i) * 1e3:.3g} ms{ends}"
         return f"{price(now)}, {price(other)}"
 

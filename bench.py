@@ -48,20 +48,17 @@ import torch
 
 from chat import encode
 from checkpoint import load_draft
-from costs import Reads, bench_random, bench_trees, compiled, copy_gb_s, cost, machine, progress, rounded, short, spread, table, timings, watching, weight_bytes
-from ddtree import CANDIDATES, build_tree
+from costs import bench_random, bench_trees, candidate_costs, copy_gb_s, machine, nodes_of, progress, rounded, short, show_context, spread, table, verify_costs
 from generate import BUNDLED, DTYPES, Parser, check_device, generate, load, locate
 from hub import UserError
 from launch import Launch, alike
-from model import chain
 from ranks import agree
-from serve import MODES, Request, Usage, need, open_batch, prefill, serve, span_for
+from serve import MODES, Request, Usage, need, open_batch, serve
 from show import exit_code
 from timing import now
-from verify import Decoder, Plan
+from verify import Decoder
 
 PROMPTS = Path(__file__).parent / "bench" / "prompts.jsonl"
-CONTEXTS = (64, 256, 512, 896)  # as many as the model's context holds
 BATCHES = 12                    # at least so many, of different prompts each
 STAGES = ("propose", "build", "verify", "accept+commit")
 
@@ -302,68 +299,6 @@ def against_transformers(pair: tuple, prompts: list, args) -> dict:
 
 
 # The questions: what the context, a candidate and compilation cost
-
-@torch.no_grad()
-def verify_costs(pair: tuple, prompts: list, batch: int, nodes: list, copy: float, args) -> list:
-    """A row per number of nodes and context. The context is real text, the trees are the drafter's."""
-    (target, draft, _), c, device = pair, pair[0].config, pair[0].norm.weight.device
-    text = [sum(prompts[i % len(prompts):] + prompts[:i % len(prompts)], []) for i in range(batch)]  # another beginning for every row
-    text = torch.tensor([(row * (c.max_positions // len(row) + 1))[:c.max_positions] for row in text], device=device)
-    contexts = [n for n in args.contexts or CONTEXTS if n + max(nodes) <= c.max_positions]
-    if not contexts:
-        raise UserError(f"a context of {min(args.contexts or CONTEXTS)} and {max(nodes)} nodes exceed the {c.max_positions} positions of the model")
-    decoder = Decoder(target, draft, batch, max(contexts) + max(nodes))
-    prefill(decoder, text[:, :max(contexts)].tolist(), Plan("ar"))
-    lookup = 0 if target.lm_head.weight is target.embed_tokens.weight else target.embed_tokens.weight.nbytes
-    expert = weight_bytes(target, routed=True) / (sum(c.moe_layers) * c.num_experts or 1)
-    forward, points, calls = compiled(lambda *a: target(*a, decoder.taps), args.compile), {}, {}
-    for context in contexts:  # a shorter context is the same cache with fewer slots in sight
-        root, length, span = text[:, context], torch.full((batch,), context, device=device), span_for(context, decoder.slots)
-        for N in nodes:
-            tree = chain(text[:, context:context + N])
-            if draft is not None and N > 1:
-                marginals, conditional = draft.proposal(root, length, span)
-                tree = build_tree(marginals, root, N - 1, conditional=conditional, candidates=CANDIDATES)
-            with watching(target) as touched, Reads(target.cache) as reads:
-                target(tree, length, span, decoder.taps)
-            points[N, context] = touched, batch * span * target.latent_bytes_per_token(), reads.bytes
-            calls[N, context] = lambda tree=tree, length=length, span=span: forward(tree, length, span)
-    times = timings(calls, device, args.repeats)
-    return [cost(times[N, context], times[nodes[0], context], touched, weight_bytes(target) - lookup + sum(touched) * expert + seen, copy,
-                 batch=batch, nodes=N, context=context, context_bytes=seen, context_bytes_taken=taken) for (N, context), (touched, seen, taken) in points.items()]
-
-
-def show_context(rows: list) -> None:
-    contexts, nodes = sorted({r["context"] for r in rows}), sorted({r["nodes"] for r in rows})
-    at = {(r["nodes"], r["context"]): r for r in rows}
-    print("\n(a) is the context read once? Milliseconds of a verification by nodes and context; MB of latents that its operators take at the longest")
-    table(["nodes", *(f"{c} tokens" for c in contexts), "longest - shortest", "MB taken", "of the context"],
-          [[str(N), *(at[N, c]["ms"] for c in contexts), at[N, contexts[-1]]["ms"]["median"] - at[N, contexts[0]]["ms"]["median"],
-            at[N, contexts[-1]]["context_bytes_taken"] / 1e6, at[N, contexts[-1]]["context_bytes_taken"] / at[N, contexts[-1]]["context_bytes"]] for N in nodes])
-    print("Scores take a latent whole, values its first part again: below 2 of the context, whatever the nodes, means once per layer and product.")
-
-
-def candidate_costs(rows: list, costs: list, pair: tuple) -> list:
-    """What the round of each case (rows: of one concurrency and temperature) reads, takes, and must win."""
-    (target, draft, _), B = pair, rows[0]["concurrency"]
-    context = min((c["context"] for c in costs), key=lambda c: abs(c - 256))
-    at, ar_ms, out = {c["nodes"]: c for c in costs if c["context"] == context}, B / rows[0]["tok_s"]["median"] * 1e3, []
-    for r in rows:
-        c, pooled = at[nodes_of(r, draft)], r["pooled"]
-        moved = c["bytes"] if r["mode"] == "ar" else c["bytes"] + draft.weight_bytes() + draft.lm_head.weight.nbytes + B * context * draft.kv_bytes_per_token()
-        besides = B * pooled / r["tok_s"]["median"] * 1e3 - c["ms"]["median"]  # milliseconds of a round that are not verification
-        out.append({**c, "case": r["case"], "tokens_per_round": pooled, "round_bytes": moved, "bytes_per_token": moved / pooled / B,
-                    "must_win": pooled / r["ratio"]["median"], "even_at": (pooled * ar_ms - besides) / at[1]["ms"]["median"]})
-    print(f"\n(b) what does a candidate cost? Batch {B}, {context} tokens of context; {target.config.num_experts} experts, {target.config.experts_per_token} per token")
-    table(["mode", "nodes", "verify ms", "x 1 node", "experts/layer", "MB/round", "tokens/round", "MB/token", "GB/s", "of copy", "must win", "even at"],
-          [[o["case"], str(o["nodes"]), o["ms"], o["x"], o["experts"], o["round_bytes"] / 1e6, o["tokens_per_round"], o["bytes_per_token"] / 1e6,
-            o["gb_s"], f"{o['of_copy']:.0%}", o["must_win"], o["even_at"]] for o in out])
-    return out
-
-
-def nodes_of(row: dict, draft) -> int:
-    return 1 if row["mode"] == "ar" else draft.depths + 1 if row["mode"] == "dflash" else row["budget"] + 1
-
 
 def answer_questions(pair: tuple, prompts: list, alone: list, args) -> dict:
     """(a), (b) and (c). alone: the rows of the first concurrency and temperature."""

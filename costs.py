@@ -1,4 +1,5 @@
-"""What forwards cost: timing tools, bytes moved, and layers of a real model's size with random weights. bench.py prints with it.
+"""What forwards cost: timing tools, bytes moved, verification on real text, and layers of a real model's size with random weights.
+bench.py prints with it.
 
 Shapes: B sequences, N nodes, T tokens.
 """
@@ -19,15 +20,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpoint import keep_packed, on_meta, parse_config
-from ddtree import CANDIDATES, candidate_tables, grow, ranked_tokens
+from ddtree import CANDIDATES, build_tree, candidate_tables, grow, ranked_tokens
 from draft import MarkovHead
 from generate import DTYPES
 from hub import UserError, read_json
 from model import Config, MoE, Router, Transformer, attention_bias, chain
 from plan import memory_of, workspace
+from serve import prefill, span_for
 from timing import device_name, now
+from verify import Decoder, Plan
 
 CONFIGS = Path(__file__).parent / "tests" / "configs"
+CONTEXTS = (64, 256, 512, 896)  # as many as the model's context holds
 MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 
 
@@ -147,6 +151,70 @@ def cost(ms: list, base: list, touched: list, moved: float, copy: float, **where
     gb_s = moved / statistics.median(ms) / 1e6
     return {**where, "ms": spread(ms), "x": spread([a / b for a, b in zip(ms, base)]), "experts": float(statistics.mean(touched or [0])),
             "bytes": moved, "gb_s": gb_s, "of_copy": gb_s / copy}
+
+
+# Verification, on real text
+
+@torch.no_grad()
+def verify_costs(pair: tuple, prompts: list, batch: int, nodes: list, copy: float, args) -> list:
+    """A row per number of nodes and context. The context is real text, the trees are the drafter's."""
+    (target, draft, _), c, device = pair, pair[0].config, pair[0].norm.weight.device
+    text = [sum(prompts[i % len(prompts):] + prompts[:i % len(prompts)], []) for i in range(batch)]  # another beginning for every row
+    text = torch.tensor([(row * (c.max_positions // len(row) + 1))[:c.max_positions] for row in text], device=device)
+    contexts = [n for n in args.contexts or CONTEXTS if n + max(nodes) <= c.max_positions]
+    if not contexts:
+        raise UserError(f"a context of {min(args.contexts or CONTEXTS)} and {max(nodes)} nodes exceed the {c.max_positions} positions of the model")
+    decoder = Decoder(target, draft, batch, max(contexts) + max(nodes))
+    prefill(decoder, text[:, :max(contexts)].tolist(), Plan("ar"))
+    lookup = 0 if target.lm_head.weight is target.embed_tokens.weight else target.embed_tokens.weight.nbytes
+    expert = weight_bytes(target, routed=True) / (sum(c.moe_layers) * c.num_experts or 1)
+    forward, points, calls = compiled(lambda *a: target(*a, decoder.taps), args.compile), {}, {}
+    for context in contexts:  # a shorter context is the same cache with fewer slots in sight
+        root, length, span = text[:, context], torch.full((batch,), context, device=device), span_for(context, decoder.slots)
+        for N in nodes:
+            tree = chain(text[:, context:context + N])
+            if draft is not None and N > 1:
+                marginals, conditional = draft.proposal(root, length, span)
+                tree = build_tree(marginals, root, N - 1, conditional=conditional, candidates=CANDIDATES)
+            with watching(target) as touched, Reads(target.cache) as reads:
+                target(tree, length, span, decoder.taps)
+            points[N, context] = touched, batch * span * target.latent_bytes_per_token(), reads.bytes
+            calls[N, context] = lambda tree=tree, length=length, span=span: forward(tree, length, span)
+    times = timings(calls, device, args.repeats)
+    return [cost(times[N, context], times[nodes[0], context], touched, weight_bytes(target) - lookup + sum(touched) * expert + seen, copy,
+                 batch=batch, nodes=N, context=context, context_bytes=seen, context_bytes_taken=taken) for (N, context), (touched, seen, taken) in points.items()]
+
+
+def show_context(rows: list) -> None:
+    contexts, nodes = sorted({r["context"] for r in rows}), sorted({r["nodes"] for r in rows})
+    at = {(r["nodes"], r["context"]): r for r in rows}
+    print("\n(a) is the context read once? Milliseconds of a verification by nodes and context; MB of latents that its operators take at the longest")
+    table(["nodes", *(f"{c} tokens" for c in contexts), "longest - shortest", "MB taken", "of the context"],
+          [[str(N), *(at[N, c]["ms"] for c in contexts), at[N, contexts[-1]]["ms"]["median"] - at[N, contexts[0]]["ms"]["median"],
+            at[N, contexts[-1]]["context_bytes_taken"] / 1e6, at[N, contexts[-1]]["context_bytes_taken"] / at[N, contexts[-1]]["context_bytes"]] for N in nodes])
+    print("Scores take a latent whole, values its first part again: below 2 of the context, whatever the nodes, means once per layer and product.")
+
+
+def candidate_costs(rows: list, costs: list, pair: tuple) -> list:
+    """What the round of each case (rows: of one concurrency and temperature) reads, takes, and must win."""
+    (target, draft, _), B = pair, rows[0]["concurrency"]
+    context = min((c["context"] for c in costs), key=lambda c: abs(c - 256))
+    at, ar_ms, out = {c["nodes"]: c for c in costs if c["context"] == context}, B / rows[0]["tok_s"]["median"] * 1e3, []
+    for r in rows:
+        c, pooled = at[nodes_of(r, draft)], r["pooled"]
+        moved = c["bytes"] if r["mode"] == "ar" else c["bytes"] + draft.weight_bytes() + draft.lm_head.weight.nbytes + B * context * draft.kv_bytes_per_token()
+        besides = B * pooled / r["tok_s"]["median"] * 1e3 - c["ms"]["median"]  # milliseconds of a round that are not verification
+        out.append({**c, "case": r["case"], "tokens_per_round": pooled, "round_bytes": moved, "bytes_per_token": moved / pooled / B,
+                    "must_win": pooled / r["ratio"]["median"], "even_at": (pooled * ar_ms - besides) / at[1]["ms"]["median"]})
+    print(f"\n(b) what does a candidate cost? Batch {B}, {context} tokens of context; {target.config.num_experts} experts, {target.config.experts_per_token} per token")
+    table(["mode", "nodes", "verify ms", "x 1 node", "experts/layer", "MB/round", "tokens/round", "MB/token", "GB/s", "of copy", "must win", "even at"],
+          [[o["case"], str(o["nodes"]), o["ms"], o["x"], o["experts"], o["round_bytes"] / 1e6, o["tokens_per_round"], o["bytes_per_token"] / 1e6,
+            o["gb_s"], f"{o['of_copy']:.0%}", o["must_win"], o["even_at"]] for o in out])
+    return out
+
+
+def nodes_of(row: dict, draft) -> int:
+    return 1 if row["mode"] == "ar" else draft.depths + 1 if row["mode"] == "dflash" else row["budget"] + 1
 
 
 # Layers of a real model's size, with random weights

@@ -81,7 +81,7 @@ def scattered(self, left: dict, rows: int) -> int:
     """`Auto.choose` that meets all candidates in turn, and other ones on other ranks."""
     if rows != self.rows:
         self.resize(rows)
-    self.left, self.probing = left, sum(self.rounds) % 3 == rank % 3
+    self.probing = sum(self.rounds) % 3 == rank % 3
     return self.possible[(5 * sum(self.rounds) + 1 + rank) % len(self.possible)]
 
 

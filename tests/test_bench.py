@@ -73,7 +73,7 @@ def test_a_text_that_differs_is_counted_and_fails(folder, capsys, monkeypatch):
 def test_costs(folder):
     pair, args = load(folder), bench.parse_arguments(["--contexts", "40", "100", "--repeats", "2"])
     target, K, E = pair[0], pair[0].config.experts_per_token, pair[0].config.num_experts
-    rows, two = (bench.verify_costs(pair, [list(range(150)), [9, 8, 7]], batch, [1, 6, 9], 10.0, args) for batch in (1, 2))
+    rows, two = (costs.verify_costs(pair, [list(range(150)), [9, 8, 7]], batch, [1, 6, 9], 10.0, args) for batch in (1, 2))
     assert [(r["context"], r["nodes"]) for r in rows] == [(c, n) for c in (40, 100) for n in (1, 6, 9)]
     assert all(b["context_bytes"] == 2 * a["context_bytes"] and b["experts"] >= a["experts"] for a, b in zip(rows, two))
     for r in rows:
@@ -86,7 +86,7 @@ def test_costs(folder):
     modes = [{"case": m, "mode": m, "budget": 8, "concurrency": 2, "pooled": p, "tok_s": {"median": 100.0 * p}, "ratio": {"median": p / 2}}
              for m, p in (("ar", 1.0), ("dflash", 3.0), ("ddtree", 4.0))]
     rows = [{**r, "nodes": {6: pair[1].depths + 1}.get(r["nodes"], r["nodes"])} for r in two]
-    for c in bench.candidate_costs(modes, rows, pair):
+    for c in costs.candidate_costs(modes, rows, pair):
         assert c["must_win"] == 2 and c["bytes_per_token"] * 2 * c["tokens_per_round"] == pytest.approx(c["round_bytes"])
 
 
