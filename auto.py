@@ -24,7 +24,7 @@ from typing import Callable, Optional
 import torch
 
 from ranks import agree
-from timing import cost_key, gains_key, keeps_costs, measure_sizes, read_costs, write_costs
+from timing import cost_key, gains_key, keeps_costs, measure_sizes, read_costs, rows_to_measure, write_costs
 from verify import ODDS, Decoder, Plan
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
@@ -256,7 +256,7 @@ class Auto:
             self.mass[k] = [m + (x / rows - m) * rows ** 0.5 / self.weight[k] for m, x in zip(self.mass[k], now)]
             self.usual[k] = [u + (x / rows - u) * USUAL for u, x in zip(self.usual[k], now)]
         told = expected[heard.index(self.row(i))]
-        for d in range(self.depths):  # forgets as much as it hears: a depth that rounds do not reach keeps its ratio
+        for d in [d for d in range(self.depths) if told[d] > 0]:  # forgets as much as it hears: a depth that rounds do not reach keeps its ratio
             keep = (1 - CALIBRATION) ** told[d]
             self.accepted[d] = self.accepted[d] * keep + accepted[d]
             self.expected[d] = self.expected[d] * keep + told[d]
@@ -277,9 +277,9 @@ class Auto:
         return f"{price(now)}, {price(other)}"
 
     def summary(self) -> str:
-        ran = sorted((i for i in range(len(self.candidates)) if self.rounds[i]), key=lambda i: -self.rounds[i])
-        total = sum(self.rounds) or 1
-        return ", ".join(f"{self.candidates[i].name} {self.rounds[i] / total:.0%}" for i in ran) + f" of rounds: {self.why()}"
+        ran, total = sorted((i for i in range(len(self.candidates)) if self.rounds[i]), key=lambda i: -self.rounds[i]), sum(self.rounds)
+        shares = ", ".join(f"{self.candidates[i].name} {self.rounds[i] / total:.0%}" for i in ran)
+        return f"{shares} of rounds: {self.why()}" if ran else f"no rounds: {self.why()}"
 
 
 # The controller at work
@@ -309,6 +309,8 @@ class Pilot:
             return self.auto.candidates[0]
         if state.plan is not None:
             self.hear(state)
+        if not state.rows:  # that was the last round
+            return self.auto.candidates[0]
         if slots != self.slots:
             self.learn_plain()  # they were of more rows
         self.slots, self.more = slots, state.more
@@ -382,8 +384,9 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
             turns = [t._replace(ladder=()) for t in turns] + [turns[-len(widths)], turns[-1]]
         for turn in turns + candidates:
             decoder.prepare(turn)
-        key = cost_key(decoder, turns, span)
-        kept = agree(read_costs(key), decoder.target.vocab is not None)
+        key, n = cost_key(decoder, turns, span), len(rows_to_measure(decoder))
+        like = {"rows": [0.0] * n, "seconds": [[0.0] * len(candidates)] * n, "catch_up": [0.0] * n, "report": [[0.0] * 2] * n}
+        kept = agree(read_costs(key, like), decoder.target.vocab is not None)
         if kept is None:
             progress(f"measuring {len(turns)} kinds of rounds, once" + (": each is compiled" if compiled else ""))
             try:
@@ -395,4 +398,5 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
                 continue
             if keeps_costs(decoder):
                 write_costs(key, kept)
-        return Pilot(decoder, candidates, key, kept, agree(read_costs(gains_key(key)), decoder.target.vocab is not None))
+        like = Auto(candidates, {1: kept["seconds"][0]}, decoder.draft.depths).habits()
+        return Pilot(decoder, candidates, key, kept, agree(read_costs(gains_key(key), like), decoder.target.vocab is not None))

@@ -60,6 +60,7 @@ from verify import Decoder
 
 PROMPTS = Path(__file__).parent / "bench" / "prompts.jsonl"
 BATCHES = 12                    # at least so many, of different prompts each
+THREADS = 1024                  # more are a slip
 STAGES = ("propose", "build", "verify", "accept+commit")
 
 
@@ -81,11 +82,12 @@ class Case(NamedTuple):
 def read_prompts(path: Path, count: Optional[int]) -> list:
     """The first `count` prompts (None: all) of a file of {"id", "prompt"} lines."""
     try:
-        texts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except OSError as e:
         raise UserError(f"{path} cannot be read: {e.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(f"{path} must hold one {{\"id\": …, \"prompt\": …}} per line: {e!r}") from None
+    need(bool(texts), f"{path} holds no prompt")
     wrong = next((t for t in texts if not isinstance(t, str)), None)
     need(wrong is None, f"{path} must hold prompts that are text, found {str(wrong)[:40]!r}")
     if not 1 <= (len(texts) if count is None else count) <= len(texts):
@@ -377,6 +379,7 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
         value = getattr(args, name)
         lowest = min(value) if isinstance(value, list) else value
         need(lowest is None or lowest >= least, f"{name} must be at least {least}, got {lowest}")
+    need(args.threads is None or args.threads <= THREADS, f"threads must be at most {THREADS}, got {args.threads}")
     need(args.trees + args.random + (args.serve is not None) < 2, "--trees, --random and --serve are different benches; run one at a time")
     need(args.random == (args.config is not None), "--random and --config go together: name the model whose layers to build")
     need(not args.transformers or find_spec("transformers") is not None,

@@ -57,6 +57,7 @@ def from_json(text: str) -> Tokenizer:
     return tokenizer
 
 
+SURROGATES = "[\ud800-\udfff]"
 KIMI_SPLIT = "|".join((
     r"[\p{Han}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -116,7 +117,9 @@ def from_tiktoken(data: bytes, config: dict) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list:
-    """Token ids of what a user typed; `<|im_end|>` in it is text like any other."""
+    """Token ids of what a user typed; `<|im_end|>` in it is text like any other. UserError where JSON brought what is no text."""
+    if re.search(SURROGATES, text):
+        raise UserError("the prompt holds half a surrogate pair, which is no text")
     ids = tokenizer.plain.encode(text).ids
     return ids if tokenizer.bos is None or ids[:1] == [tokenizer.bos] else [tokenizer.bos] + ids
 
@@ -150,7 +153,7 @@ def read_messages(path: Path) -> list:
 
 def check_messages(messages, what: str) -> list:
     """The messages, or a UserError about `what` holds them."""
-    if re.search("[\ud800-\udfff]", json.dumps(messages, ensure_ascii=False)):
+    if re.search(SURROGATES, json.dumps(messages, ensure_ascii=False)):
         raise UserError(f"{what} holds half a surrogate pair, which is no text")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages):
         raise UserError(f'{what} must hold a list of messages, [{{"role": "user", "content": "…"}}, …]')

@@ -93,7 +93,7 @@ def join_ranks(device: str) -> tuple:
 def read_prompts(path: Path, tokenizer, folder: Path, vocab: int, stops: tuple) -> list:
     """A file of lines -> [(prompt ids, response ids or None)]. UserError names the first line that is wrong."""
     try:
-        lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [line for line in Path(path).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--data {path} cannot be read: {getattr(e, 'strerror', None) or 'it is not UTF-8'}") from None
     items = []
@@ -112,7 +112,9 @@ def read_prompts(path: Path, tokenizer, folder: Path, vocab: int, stops: tuple) 
                 response = tokenizer.plain.encode(response, add_special_tokens=False).ids + list(stops[:1])
             bad = next((t for t in prompt + (response or []) if type(t) is not int or not 0 <= t < vocab), None)
             if bad is not None or not prompt:
-                raise UserError(f"{path}, line {number}: " + ("the prompt is empty" if not prompt else f"{bad!r} is no token id; the vocabulary has {vocab}"))
+                raise UserError("the prompt is empty" if not prompt else f"{bad!r} is no token id; the vocabulary has {vocab}")
+        except UserError as e:
+            raise UserError(f"{path}, line {number}: {e}") from None
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
             raise UserError(f'{path}, line {number} must hold {{"prompt": TEXT}}, {{"messages": […]}} or {{"tokens": […]}} ({type(e).__name__}: {e})') from None
         items.append((prompt, response))

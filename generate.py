@@ -213,7 +213,7 @@ def check_memory(args: argparse.Namespace, config: dict, draft: Optional[dict], 
 
 def check_last(args: argparse.Namespace, draft: Optional[Drafter], folders: tuple, requests: list, slots: int, config: Config) -> None:
     """What only the drafter's config decides, then memory: nothing is read before. folders: the target's, and the drafter's or None."""
-    check_pair_for("ar" if args.mode == "auto" and draft is None else args.mode, args.budget, args.spine, draft)
+    check_pair_for(args.mode, args.budget, args.spine, draft)
     room = config.max_positions - len(requests[0].tokens) - 1
     need(args.tree is None or args.tree <= room, f"the context ends before round {args.tree}; ask for one up to {room}")
     check_memory(args, *(f and read_config(f) for f in folders), slots_for(requests, config.max_positions, args.compile), slots)
@@ -320,9 +320,11 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     texts = agree(read_chats(args) if args.prompts is None and launch.rank == 0 else [])  # there is one stdin
     folder, draft_folder = locate(args.model, args.draft)
     launch.wait()
-    missed = draft_folder is None and args.mode is None and args.draft != "none"
+    missed = draft_folder is None and args.mode in (None, "auto") and args.draft != "none"
+    if args.mode in (None, "auto") and draft_folder is None:
+        args.mode = "ar"
     if args.mode is None:  # a spine, and a drawing, are a ddtree's
-        args.mode = "ar" if draft_folder is None else "ddtree" if args.spine or args.tree is not None else "auto"
+        args.mode = "ddtree" if args.spine or args.tree is not None else "auto"
     need(args.mode in ("ar", "auto") or draft_folder is not None, f"mode {args.mode} needs a drafter and there is none; pass --draft, or use --mode ar")
     need(args.tree is None or args.mode in ("dflash", "ddtree") and args.tree >= 1,
          f"--tree draws a drafted round, numbered from 1; got round {args.tree} of mode {args.mode}")

@@ -154,7 +154,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     """Yields an Event per request and round. A request is taken from `requests` when a slot is free for it, not earlier; once there is none,
     rows that end leave the batch, and rounds are of those that are left (compiled ones stay as they are).
 
-    plan: of every round, or choose(state) names the mode, budget and shape of each. (Whether rounds sample and filter follows from
+    plan: of every round, or choose(state) names the mode, budget and shape of each; once more at the end, with no rows, to hear of the last. (Whether rounds sample and filter follows from
     the plan and the requests so far: asking each round for less would cost a graph.) Where ranks share the models, rank 0 chooses and
     cancels for all; requests and until must be the same on all. stop_ids end a text and are not emitted.
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
@@ -210,6 +210,8 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             rows[slot] = Row(number, request, min(len(request.tokens) + request.max_new_tokens, decoder.slots), len(request.tokens))
             fresh.append((slot, request))
         if not any(rows):
+            if choose is not None and state.plan is not None:
+                choose(state._replace(rows={}, more=False))
             return
         if fresh:
             decoder.enter([s for s, _ in fresh], [(rows[s].limit, r.seed, r.temperature, r.top_k, r.top_p) for s, r in fresh])

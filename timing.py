@@ -65,16 +65,21 @@ def cost_file(key: dict) -> Path:
     return Path(root) / "nanograft" / f"{'rounds' if key['batch'] else 'gains'}-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
 
 
-def read_costs(key: dict) -> Optional[dict]:
-    """What `write_costs` kept, lists of numbers; None where the file is absent, damaged or another key's."""
+def read_costs(key: dict, like: dict) -> Optional[dict]:
+    """What `write_costs` kept, lists of numbers, of the names and sizes of those in `like`; None where the file is absent, damaged or another key's."""
     try:
         kept = json.loads(cost_file(key).read_text())
-        ours = kept.pop("key") == key
+        ours, alike = kept.pop("key") == key, kept.keys() == like.keys() and all(sizes(kept[name]) == sizes(like[name]) for name in like)
         numbers = [x for row in kept.values() for x in (sum(row, []) if isinstance(row[0], list) else row)]
         sound = all(isinstance(x, float) and 0 <= x < math.inf for x in numbers) and min(sum(kept.get("seconds", []), []) + kept.get("expected", []) + kept.get("weight", [])) > 0
-        return kept if ours and sound else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return kept if ours and alike and sound else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         return None
+
+
+def sizes(x) -> Optional[list]:
+    """What tells the shape of nested lists, whose rows may differ."""
+    return [sizes(row) for row in x] if isinstance(x, list) else None
 
 
 def write_costs(key: dict, kept: dict) -> None:
@@ -94,14 +99,19 @@ def write_costs(key: dict, kept: dict) -> None:
                 os.unlink(temporary)
 
 
+def rows_to_measure(decoder: Decoder) -> list:
+    """All rows of the batch, and every power of two below: rows that have ended leave it. (Compiled ones stay.)"""
+    batch = len(decoder.root)
+    return [batch] + [1 << n for n in reversed(range((batch - 1).bit_length())) if not decoder.fixed]
+
+
 def measure_sizes(decoder: Decoder, turns: list, span: int, trees: int) -> dict:
-    """`measure` with all rows of the batch, and with every power of two below: rows that have ended leave it. (Compiled ones stay.) trees: how
-    many turns, the last but two, are trees that do not report; the last two report, the narrowest and the widest; 0: none does. Returns
-    lists, an entry for every number of rows: "rows", "seconds" of each turn, "catch_up", and "report", seconds that a tree's report
+    """`measure` with each of `rows_to_measure`. trees: how many turns, the last but two, are trees that do not report; the last two
+    report, the narrowest and the widest; 0: none does. Returns lists, an entry for every number of rows: "rows", "seconds" of each turn, "catch_up", and "report", seconds that a tree's report
     takes, of the narrowest and the widest."""
     batch, kept = len(decoder.root), {"rows": [], "seconds": [], "catch_up": [], "report": []}
     try:
-        for rows in [batch] + [1 << n for n in reversed(range((batch - 1).bit_length())) if not decoder.fixed]:
+        for rows in rows_to_measure(decoder):
             decoder.narrow(range(rows))
             hurry = {} if rows == batch else {"repeats": 6, "patience": 1.0}
             *seconds, catch_up = agree(measure(decoder, turns, span, warm=2 if decoder.compiled else 0, **hurry), decoder.target.vocab is not None)
@@ -139,7 +149,7 @@ def measure(decoder: Decoder, turns: list, span: int, warm: int = 0, repeats: in
             kept += [now(device) - began] if n >= warm else []
     decoder.root.zero_()
     decoder.waiting = 0
-    return [min(t) for t in times[1:] + times[:1]]
+    return [max(min(t), 1e-9) for t in times[1:] + times[:1]]
 
 
 def now(device: torch.device) -> float:

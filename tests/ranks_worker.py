@@ -100,7 +100,7 @@ def decoded(case: dict) -> tuple:
 def text(case: dict) -> dict:
     counters = torch._dynamo.utils.counters
     counters.clear()
-    with patch.object(timing, "measure", guessed), patch.object(auto, "read_costs", lambda key: None), patch.object(auto, "write_costs", lambda key, kept: None):
+    with patch.object(timing, "measure", guessed), patch.object(auto, "read_costs", lambda key, like: None), patch.object(auto, "write_costs", lambda key, kept: None):
         seen, decoder, _ = decoded(case)
     shapes = len(decoder.met) if case.get("compile") else 0
     return {**seen, "shapes": shapes, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
@@ -113,7 +113,7 @@ def kept(case: dict) -> dict:
         measured.append(0)
         return ordinary(*args, **{**settings, "patience": 0.0 if rank == 0 else 1e9})
     for whose in (None, 0, 1):
-        with patch.object(timing, "measure", measure), patch.object(auto, "read_costs", lambda key: habits[key["span"] == 0] if rank == whose else None):
+        with patch.object(timing, "measure", measure), patch.object(auto, "read_costs", lambda key, like: habits[key["span"] == 0] if rank == whose else None):
             seen, _, pilot = decoded(case)
         pilot.keep()
         habits = pilot.kept, pilot.auto.habits()

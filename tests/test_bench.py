@@ -116,11 +116,22 @@ def test_numbers():
     (["--concurrency", "0"], "concurrency must be at least 1"), (["--temperature", "-1"], "temperature must be at least 0"),
     (["--nonsense"], "--help lists the flags"), (["--out", "/"], "/ cannot be written: Is a directory"), (["--random"], "go together"), (["--serve", "0"], "serve must be at least 1"), (["--serve", "3", "--trees"], "one at a time"), (["--random", "--config", "nothing"], "no config 'nothing'"), (["--out", "/no/such/folder/x"], "cannot be written"),
     (["--random", "--config", "kimi_k26", "--layers", "61"], "between 1 and the 60"), (["--model", "/no/such/model"], "no such model folder"),
-    (["--prompt-file", "/no/such/file"], "cannot be read"), (["--prompt-file", __file__], "one {\"id\""), (["--device", "nope"], "device 'nope'")])
+    (["--prompt-file", "/no/such/file"], "cannot be read"), (["--prompt-file", __file__], "one {\"id\""), (["--prompt-file", "/dev/null"], "/dev/null holds no prompt"), (["--threads", "100000000000"], "threads must be at most"), (["--device", "nope"], "device 'nope'")])
 def test_user_errors(argv, message, capsys):
     assert bench.main(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_prompts_are_read_as_generate_reads_them(tmp_path, capsys):
+    """A byte order mark and separators that JSON allows in a text; half a surrogate pair is none."""
+    texts, file = ["a\u2028b\x85c", "d"], tmp_path / "p.jsonl"
+    file.write_text("\ufeff" + "".join(json.dumps({"id": t, "prompt": t}, ensure_ascii=False) + "\r\n" for t in texts), encoding="utf-8")
+    assert bench.read_prompts(file, None) == texts
+    file.write_text('{"id": 1, "prompt": "a\\ud800"}')
+    assert bench.main(["--quick", "--tokens", "4", "--prompt-file", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert "half a surrogate pair" in error and error.count("\n") == 1
 
 
 def test_prompts_that_are_not_text_and_packages_that_are_not_there(tmp_path, capsys, monkeypatch):

@@ -275,6 +275,8 @@ def test_draft_none_and_auto(pair, copy):
     """`none` decodes plainly in silence; `auto` without a folder does and says so; `auto` with one speculates."""
     o, = objects(pair, "--prompt", PROMPT, "--draft", "none")
     assert o["mode"] == "ar" and good(pair, "--prompt", PROMPT, "--draft", "none")[1].count("\n") == 1
+    asked, = objects(pair, "--prompt", PROMPT, "--draft", "none", "--mode", "auto")
+    assert asked["mode"] == "ar" and asked["why"] is None and asked["tokens"] == o["tokens"]
     assert objects(pair, "--prompt", PROMPT)[0]["mode"] == "auto"
     shutil.rmtree(copy / "draft")
     out, err = good(copy, "--prompt", PROMPT)

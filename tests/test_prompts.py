@@ -178,7 +178,7 @@ BAD = [  # a line -> what must be said
     ({"prompt": "x"}, 'needs an "id"'), ({"id": None, "prompt": "x"}, 'needs an "id"'), ({"id": True, "prompt": "x"}, 'needs an "id"'),
     ({"id": 1.5, "prompt": "x"}, 'needs an "id"'), ({"id": 9}, 'needs a "prompt" or "messages"'),
     ({"id": 9, "prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "and not both"), ({"id": 9, "prompt": 5}, "prompt must be text"),
-    ({"id": 9, "prompt": ["x"]}, "prompt must be text"), ('{"id": 9, "prompt": "\\ud800"}', "prompt must be text"), ({"id": 9, "prompt": ""}, "the prompt is empty"),
+    ({"id": 9, "prompt": ["x"]}, "prompt must be text"), ('{"id": 9, "prompt": "\\ud800"}', "half a surrogate pair"), ({"id": 9, "prompt": ""}, "the prompt is empty"),
     ({"id": 9, "prompt": "x" * 512}, "512 tokens and the context holds 512"), ({"id": 9, "messages": []}, "list of messages"),
     ({"id": 9, "messages": [{"role": "user", "content": "x"}]}, "no chat template"), ({"id": 9, "messages": "x"}, "list of messages"),
     ({"id": 9, "prompt": "x", "max_tokens": 5}, "'max_tokens' is unknown"), ({"id": 9, "prompt": "x", "max_new_tokens": 0}, "max-new-tokens"),
