@@ -24,7 +24,7 @@ from typing import Callable, Optional
 import torch
 
 from ranks import agree
-from timing import cost_key, gains_key, keeps_costs, measure_sizes, read_costs, rows_to_measure, write_costs
+from timing import better, cost_key, gains_key, keeps_costs, measure_sizes, read_costs, rows_to_measure, write_costs
 from verify import ODDS, Decoder, Plan
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
@@ -34,6 +34,7 @@ MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24
 RETURN, USUAL = 1 / 32, 1 / 32  # of expected tokens to the usual, per round of plain decode; of the usual to what is heard, per report
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
+UNREST = 1.25               # the two least of a kind's times are this far apart on a busy machine: it is measured again at the next start
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
 PROBES = 0.0075             # share of time that probes may lose
 SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
@@ -385,12 +386,13 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
         for turn in turns + candidates:
             decoder.prepare(turn)
         key, n = cost_key(decoder, turns, span), len(rows_to_measure(decoder))
-        like = {"rows": [0.0] * n, "seconds": [[0.0] * len(candidates)] * n, "catch_up": [0.0] * n, "report": [[0.0] * 2] * n}
+        like = {"rows": [0.0] * n, "seconds": [[0.0] * len(candidates)] * n, "catch_up": [0.0] * n, "report": [[0.0] * 2] * n, "unrest": [0.0] * n}
         kept = agree(read_costs(key, like), decoder.target.vocab is not None)
-        if kept is None:
-            progress(f"measuring {len(turns)} kinds of rounds, once" + (": each is compiled" if compiled else ""))
+        if kept is None or not compiled and max(kept["unrest"]) > UNREST:
+            progress(f"measuring {len(turns)} kinds of rounds, " + ("once" if kept is None else "again: the machine was busy") + (": each is compiled" if compiled else ""))
             try:
-                kept = measure_sizes(decoder, turns, min(span, decoder.slots), 0 if compiled else len(widths))
+                measured = measure_sizes(decoder, turns, min(span, decoder.slots), 0 if compiled else len(widths))
+                kept = better(measured, kept) if kept else measured
             except torch.OutOfMemoryError:
                 if len(widths) == 1 or decoder.target.vocab is not None:  # other ranks wait in this round's collectives
                     raise

@@ -20,6 +20,9 @@ from ranks import agree
 from verify import Decoder
 
 
+SLACK = 1.1  # a round may take so many times as long as one that does more: what suits a kernel is not monotone
+
+
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -107,29 +110,42 @@ def rows_to_measure(decoder: Decoder) -> list:
 
 def measure_sizes(decoder: Decoder, turns: list, span: int, trees: int) -> dict:
     """`measure` with each of `rows_to_measure`. trees: how many turns, the last but two, are trees that do not report; the last two
-    report, the narrowest and the widest; 0: none does. Returns lists, an entry for every number of rows: "rows", "seconds" of each turn, "catch_up", and "report", seconds that a tree's report
-    takes, of the narrowest and the widest."""
-    batch, kept = len(decoder.root), {"rows": [], "seconds": [], "catch_up": [], "report": []}
+    report, the narrowest and the widest; 0: none does. Returns lists, an entry for every number of rows: "rows", "seconds" of each turn,
+    "catch_up", "report", seconds that a tree's report takes, of the narrowest and the widest, and "unrest" (see `measure`)."""
+    batch, kept = len(decoder.root), {"rows": [], "seconds": [], "catch_up": [], "report": [], "unrest": []}
     try:
         for rows in rows_to_measure(decoder):
             decoder.narrow(range(rows))
             hurry = {} if rows == batch else {"repeats": 6, "patience": 1.0}
-            *seconds, catch_up = agree(measure(decoder, turns, span, warm=2 if decoder.compiled else 0, **hurry), decoder.target.vocab is not None)
-            report = [0.0, 0.0]
+            *seconds, catch_up, unrest = agree(measure(decoder, turns, span, warm=2 if decoder.compiled else 0, **hurry), decoder.target.vocab is not None)
+            report, told = [0.0, 0.0], turns[len(turns) - 2:] if trees else []
+            seconds, loud = plausible(turns[:len(turns) - len(told)], seconds), plausible(told, seconds[len(turns) - len(told):])
             if trees:  # (differences of two clocks: noise may not make them more than a part)
-                *seconds, narrow, wide = seconds
+                narrow, wide = loud
                 widest = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
                 report = [min(max(narrow - seconds[-trees], widest), 0.3 * narrow), widest]
-            for kind, value in (("rows", float(rows)), ("seconds", seconds), ("catch_up", catch_up), ("report", report)):
+            for kind, value in (("rows", float(rows)), ("seconds", seconds), ("catch_up", catch_up), ("report", report), ("unrest", unrest)):
                 kept[kind].append(value)
     finally:
         decoder.widen()
     return kept
 
 
+def plausible(turns: list, seconds: list) -> list:
+    """Seconds of rounds (those of the turns, the rest is left out), none much longer than of a round that does more: what others on the machine
+    did meanwhile would otherwise be kept, and a kind of round that seems to cost a hundred times too much would not even be probed."""
+    return [min(s, SLACK * min(other for u, other in zip(turns, seconds) if u.budget >= t.budget)) for t, s in zip(turns, seconds)]
+
+
+def better(one: dict, other: dict) -> dict:
+    """Of two results of `measure_sizes` the lesser seconds, and all else of the calmer."""
+    calmer = min(one, other, key=lambda kept: max(kept["unrest"]))
+    return {**calmer, "seconds": [list(map(min, a, b)) for a, b in zip(one["seconds"], other["seconds"])]}
+
+
 def measure(decoder: Decoder, turns: list, span: int, warm: int = 0, repeats: int = 10, patience: float = 4.0) -> list:
     """Seconds of each Plan's round, taking turns, and of catching up: the least of up to `repeats`, for others on the machine only ever
-    add; after `patience` seconds 5 are enough, after twice that 2. Each is timed as the second in a row: what another kind of round left in
+    add; and last, how many times as long as the least the second took, at worst: others may have disturbed all. After `patience` seconds 5 are enough, after twice that 2. Each is timed as the second in a row: what another kind of round left in
     the processor's caches is not what a round finds at work. No row may be active: such rounds cost the same and commit nothing. Roots are
     random tokens while it lasts, for equal ones would all go to the same experts."""
     device, V = decoder.root.device, decoder.target.config.vocab_size
@@ -149,7 +165,8 @@ def measure(decoder: Decoder, turns: list, span: int, warm: int = 0, repeats: in
             kept += [now(device) - began] if n >= warm else []
     decoder.root.zero_()
     decoder.waiting = 0
-    return [max(min(t), 1e-9) for t in times[1:] + times[:1]]
+    least = [[max(t, 1e-9) for t in sorted(kept)[:2]] for kept in times[1:] + times[:1]]
+    return [t[0] for t in least] + [max(t[-1] / t[0] for t in least)]
 
 
 def now(device: torch.device) -> float:

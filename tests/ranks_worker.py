@@ -74,7 +74,7 @@ def pair(case: dict) -> tuple:
 def guessed(decoder, turns: list, *args, **settings) -> list:
     """`timing.measure` by a clock that goes as it likes, and takes no time."""
     clock = random.Random(rank)
-    return [clock.uniform(0.005, 0.006) for _ in turns] + [clock.uniform(0.0001, 0.001)]
+    return [clock.uniform(0.005, 0.006) for _ in turns] + [clock.uniform(0.0001, 0.001), 1.0]
 
 
 def scattered(self, left: dict, rows: int) -> int:
@@ -113,7 +113,7 @@ def kept(case: dict) -> dict:
         measured.append(0)
         return ordinary(*args, **{**settings, "patience": 0.0 if rank == 0 else 1e9})
     for whose in (None, 0, 1):
-        with patch.object(timing, "measure", measure), patch.object(auto, "read_costs", lambda key, like: habits[key["span"] == 0] if rank == whose else None):
+        with patch.object(timing, "measure", measure), patch.object(auto, "UNREST", 1e9), patch.object(auto, "read_costs", lambda key, like: habits[key["span"] == 0] if rank == whose else None):
             seen, _, pilot = decoded(case)
         pilot.keep()
         habits = pilot.kept, pilot.auto.habits()
