@@ -224,6 +224,8 @@ def check_flags(args: argparse.Namespace) -> None:
     def apart(name, others, why):
         given = [f"--{other.replace('_', '-')}" for other in others if getattr(args, other)]
         need(not given, f"{name} {why}; leave {', '.join(given)} out")
+    if args.plan:
+        return apart("--plan", ("prompt", "prompts", "messages", "out", "tree", "check", "json"), "reads no prompt")
     need(args.context is None, "--context is a question to --plan; add it, or leave it out")
     need(args.batch is None or args.prompts is not None, "--batch goes with --prompts or --plan; add one, or leave it out (all of --prompt are one batch)")
     need(args.batch is None or args.batch >= 1, f"batch must be at least 1, got {args.batch}")
@@ -310,10 +312,10 @@ def run(args: argparse.Namespace, launch: Launch) -> int:
     need(args.tp >= 1, f"--tp must be at least 1, got {args.tp}")
     need(args.experts is None or args.tp > 1, "--experts says how ranks share the experts; add --tp N, or leave it out")
     args.experts = args.experts or "tp"
+    check_flags(args)
     if args.plan:
         print_plan(args)
         return 0
-    check_flags(args)
     args.device = launch.join(args.tp, args.device, args.timeout)
     if launch.joined:  # (where files lie may depend on the host)
         alike("the flags", {name: value is None if name in ("prompts", "out") else value for name, value in vars(args).items() if name not in ("model", "draft", "device")})

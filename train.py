@@ -368,7 +368,7 @@ def check_arguments(args, ranks: Ranks) -> None:
 def parse_arguments(argv: Optional[list]) -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("what", choices=("draft",))
+    add("what", choices=("draft",), help="what to train: a drafter")
     add("--target", default=BUNDLED, metavar="DIR|ID", help="what the drafter drafts for (default: the bundled target)")
     add("--data", default="out/prompts.jsonl", metavar="FILE.jsonl", help="prompts, one JSON object a line (default: those pretrain.py wrote)")
     add("--out", default="checkpoints/tiny/draft", metavar="DIR", help="where the drafter is written")

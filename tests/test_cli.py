@@ -423,7 +423,7 @@ def test_what_only_the_drafter_decides_is_refused_before_anything_is_read(pair, 
 
 
 @pytest.mark.parametrize("args, says", [
-    (["--stop", ""], "stop text"), (["--context", "100"], "--plan"), (["--tp", "2"], "torchrun --standalone --nproc-per-node 2"), (["--experts", "ep"], "add --tp N"), (["--temperature", "1e-38"], "temperature"),
+    (["--stop", ""], "stop text"), (["--context", "100"], "--plan"), (["--plan", "--json"], "--plan reads no prompt; leave --prompt, --json out"), (["--tp", "2"], "torchrun --standalone --nproc-per-node 2"), (["--experts", "ep"], "add --tp N"), (["--temperature", "1e-38"], "temperature"),
     (["--device", "privateuseone"], "device"), (["--model", "~nosuchuser/x"], "cannot be opened"), (["--model", "x" * 5000], "")])
 def test_odd_arguments_are_refused(pair, args, says):
     refused(*run("--model", pair / "target", "--prompt", PROMPT, *args), says)
