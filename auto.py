@@ -34,7 +34,7 @@ MEMORY = 1 / 24             # of expected tokens: a round counts e times less 24
 RETURN, USUAL = 1 / 32, 1 / 32  # of expected tokens to the usual, per round of plain decode; of the usual to what is heard, per report
 CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
-UNREST = 1.25               # the two least of a kind's times are this far apart on a busy machine: it is measured again at the next start
+UNREST = 1.25               # the two least of a kind's times are this far apart on a busy machine: eager rounds are measured again at the next start
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
 PROBES = 0.0075             # share of time that probes may lose
 SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
@@ -286,8 +286,8 @@ class Auto:
 # The controller at work
 
 class Pilot:
-    """Called by `serve` with the State before every round: hears what the last one showed, and returns the next one's Plan. Where
-    ranks share the models each has one, and what rank 0's says is done."""
+    """Called by `serve` with the State before every round, and after the last: hears what the last one showed, and returns the next one's
+    Plan. Where ranks share the models each has one, and what rank 0's says is done."""
 
     def __init__(self, decoder: Decoder, candidates: list, key: dict, kept: dict, habits: Optional[dict]):
         """key: of the files that keep what is learnt. kept: what `start` measured, or read. habits: of earlier texts."""
@@ -358,7 +358,8 @@ class Pilot:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
         self.learn_plain()
         if sum(self.auto.rounds) > 1 and keeps_costs(self.decoder):
-            write_costs(self.key, {**self.kept, "seconds": [[s * math.exp(own) for s, own in zip(row, self.auto.own)] for row in self.kept["seconds"]]})
+            if max(self.kept["unrest"]) <= UNREST:  # else the next start measures, and compares with what was measured
+                write_costs(self.key, {**self.kept, "seconds": [[s * math.exp(own) for s, own in zip(row, self.auto.own)] for row in self.kept["seconds"]]})
             write_costs(gains_key(self.key), self.auto.habits())
 
 
@@ -375,7 +376,7 @@ def ring_for(mode: str, compiled: bool) -> int:
 
 def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progress: Callable = lambda text: None) -> Pilot:
     """A Pilot for a new Decoder (with a ring, no row in use). plan: whether rounds sample and filter. span: the bucket of cache slots
-    of a typical round. What rounds cost is read from the file, or measured here and kept. Where the widest tree does not fit the device's memory, the
+    of a typical round. What rounds cost is read from the file, or measured here and kept; measured again where the machine was busy. Where the widest tree does not fit the device's memory, the
     ladder ends below it. Compiled rounds have a shorter ladder, and where costs are in the file nothing is compiled before it is chosen."""
     widths, compiled = ladder(budget, decoder.compiled is not None), decoder.compiled is not None
     while True:
@@ -396,8 +397,9 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
             except torch.OutOfMemoryError:
                 if len(widths) == 1 or decoder.target.vocab is not None:  # other ranks wait in this round's collectives
                     raise
-                widths = widths[:-1]
-                continue
+                if kept is None:
+                    widths = widths[:-1]
+                    continue
             if keeps_costs(decoder):
                 write_costs(key, kept)
         like = Auto(candidates, {1: kept["seconds"][0]}, decoder.draft.depths).habits()

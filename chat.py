@@ -240,6 +240,8 @@ def encode_chat(tokenizer: Tokenizer, folder: Path, messages: list, add_generati
     markup = [t for t in tokenizer.get_added_tokens_decoder().values() if t.special or t.content.strip()]
     markup = sorted(markup, key=lambda t: -len(t.content))
     everything = json.dumps(messages, ensure_ascii=False)
+    if re.search(SURROGATES, everything):
+        raise UserError("the chat holds half a surrogate pair, which is no text")
     free = (i for i in range(0xE000, 0xF900) if chr(i) not in everything)
     hidden = {ord(c): next(free) for c in sorted({t.content[0] for t in markup})}  # what markup begins with
     shown = {v: k for k, v in hidden.items()}

@@ -13,6 +13,7 @@ Ties go to the better parent, then to the lower token id: the same tree on every
 Shapes: B sequences, D depths, V vocabulary, W kept tokens per depth, P kept prefixes of a depth, K candidates that conditionals score
 per depth, M prefixes of all depths, N = budget + 1 nodes.
 """
+import math
 from typing import Callable, Optional
 
 import torch
@@ -54,6 +55,11 @@ def top(x: Tensor, count: int) -> Tensor:
     return last - (key.topk(count, -1).values & 0xFFFFFFFF)
 
 
+def log_probability(x: Tensor) -> Tensor:
+    """Never above 0, for a child must not beat its parent; and nothing where logits overflowed, for NaN would beat everything."""
+    return x.clamp(max=0).nan_to_num(-math.inf, 0.0, -math.inf)
+
+
 def ranked_tokens(logits: Tensor, width: int, vocab: Optional[Vocabulary] = None) -> tuple:
     """logits (B, D, V) -> (ids, log probabilities) (B, D, W) of the best tokens, best first, lower id first among equals.
     vocab: where ranks divide the vocabulary; the best of each rank's best are the best, after one gather.
@@ -70,7 +76,7 @@ def ranked_tokens(logits: Tensor, width: int, vocab: Optional[Vocabulary] = None
         total = packed[..., -1:].int().view(torch.float32).logsumexp(0)
     bits, ids = key >> 32, last - (key & 0xFFFFFFFF)
     value = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).int().view(torch.float32)
-    return ids, (value - total).clamp(max=0)  # never above 0: a child must not beat its parent
+    return ids, log_probability(value - total)
 
 
 def first(tree: Tree, nodes: int) -> Tree:
@@ -97,7 +103,7 @@ def given(depth: int, before: Tensor, tokens: tuple, conditional: Callable) -> T
     ids, logp, others = (t[:, depth] for t in tokens)
     logits = logp.unsqueeze(1) + conditional(depth, before, ids).float()                 # (B, P, K)
     every = torch.cat((logits, others.view(-1, 1, 1).expand(-1, before.shape[1], 1)), -1)
-    return (logits - every.logsumexp(-1, keepdim=True)).clamp(max=0)
+    return log_probability(logits - every.logsumexp(-1, keepdim=True))
 
 
 def greedy_chain(marginals: Tensor, root: Tensor, conditional: Callable, candidates: Optional[int] = CANDIDATES,

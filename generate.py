@@ -220,12 +220,12 @@ def check_last(args: argparse.Namespace, draft: Optional[Drafter], folders: tupl
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """UserError on flags that do not go together: none is ignored in silence."""
+    """UserError on flags that do not go together. Of those that say what to decode, none is ignored in silence."""
     def apart(name, others, why):
         given = [f"--{other.replace('_', '-')}" for other in others if getattr(args, other)]
         need(not given, f"{name} {why}; leave {', '.join(given)} out")
     if args.plan:
-        return apart("--plan", ("prompt", "prompts", "messages", "out", "tree", "check", "json"), "reads no prompt")
+        return apart("--plan", ("prompt", "prompts", "messages", "chat", "system", "stop", "out", "tree", "check", "color", "json"), "reads no prompt")
     need(args.context is None, "--context is a question to --plan; add it, or leave it out")
     need(args.batch is None or args.prompts is not None, "--batch goes with --prompts or --plan; add one, or leave it out (all of --prompt are one batch)")
     need(args.batch is None or args.batch >= 1, f"batch must be at least 1, got {args.batch}")

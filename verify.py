@@ -353,8 +353,7 @@ class Decoder(nn.Module):
         smaller ones, and the chain is the way down by first children. (Where it leaves the tree it counts as nothing: it is worth less
         there than the tree's last node.) A chain prices itself alone: (1, D)."""
         at = tree.depth.unsqueeze(-1) == torch.arange(1, self.draft.depths + 1, device=score.device)        # (B, N, D)
-        sure = score.exp().nan_to_num(0.0, 0.0).clamp(max=1)     # a drafter whose logits overflow says nothing
-        mass = (sure * self.active.unsqueeze(1)).unsqueeze(-1) * at                                         # (B, N, D)
+        mass = (score.exp() * self.active.unsqueeze(1)).unsqueeze(-1) * at                                  # (B, N, D)
         if plan.mode == "dflash":
             return (mass.sum((0, 1)).unsqueeze(0) * ODDS).round().long()
         first_nodes = mass.sum(0).cumsum(0)                                                                 # (N, D)

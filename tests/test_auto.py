@@ -142,7 +142,7 @@ def test_mode_auto_writes_what_ar_writes(settings, monkeypatch):
 
 
 OVERFLOWS = {"nan": lambda x: x * math.nan, "+inf": lambda x: x.index_fill(-1, torch.tensor([7]), math.inf), "-inf": lambda x: x.fill_(-math.inf),
-             "one row": lambda x: x.index_fill(0, torch.tensor([0]), math.nan)}
+             "one row": lambda x: x.index_fill(0, torch.tensor([0]), math.nan), "later depths": lambda x: x.index_fill(1, torch.arange(1, x.shape[1]), math.nan)}
 
 
 @pytest.mark.parametrize("kind", ["full", "markov"])
@@ -621,11 +621,12 @@ def test_a_damaged_file_is_measured_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(timing, "measure", lambda decoder, turns, *a, **k: [1.0] * (len(turns) + 2))
     target, draft = pair()
+    began = []
     def run():
         told = []
-        generate.generate(target, draft, [[1, 2, 3], [4]], max_new_tokens=6, progress=told.append)
+        generate.generate(target, draft, [[1, 2, 3], [4]], max_new_tokens=6, progress=told.append, controller=lambda c: began.append(json.dumps(c.habits()["mass"])))
         return any("measuring" in t for t in told)
-    assert run() and not run()
+    assert run() and not run() and began[0] != began[1]
     rounds, gains = (next((tmp_path / "nanograft").glob(f"{kind}-*")) for kind in ("rounds", "gains"))
     def worse(x):
         """Every list within x, one number shorter and one longer."""
@@ -640,7 +641,7 @@ def test_a_damaged_file_is_measured_anew(tmp_path, monkeypatch):
         assert len(cases) > 12
         for text in [json.dumps(c) for c in cases] + ["[" * 100000, "null", "[]", "{}", whole[:-1]]:
             file.write_text(text)
-            assert run() is measures, text[-200:]
+            assert run() is measures and (measures or began[-1] == began[0]), text[-200:]
         file.write_text(whole)
         assert not run()
 

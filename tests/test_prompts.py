@@ -205,6 +205,14 @@ def test_bad_lines_are_reported_and_the_rest_is_served(pair, tmp_path):
         (tmp_path / "out.jsonl").unlink()
 
 
+def test_half_a_surrogate_pair_spoils_its_line_alone_in_a_chat_too(pair, tmp_path):
+    copy, file = Path(shutil.copytree(pair, tmp_path / "copy")), tmp_path / "p.jsonl"
+    (copy / "target" / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}")
+    file.write_text('{"id": 1, "prompt": "a\\ud800"}\n{"id": 2, "prompt": "b"}\n')
+    code, out, err = run("--model", copy / "target", "--prompts", file, "--chat", "--max-new-tokens", 2)
+    assert code == 2 and "line 1" in err and "surrogate" in err and json.loads(out)["id"] == 2
+
+
 def test_bytes_that_are_not_utf8_spoil_their_line_alone(pair, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"id": 1, "prompt": "x"}\r\n{"id": 2, "prompt": "caf\xe9"}\r\n{"id": 3, "prompt": "caf\xc3\xa9"}')
