@@ -24,7 +24,7 @@ from typing import Callable, Optional
 import torch
 
 from ranks import agree
-from timing import better, cost_key, gains_key, keeps_costs, measure_sizes, read_costs, rows_to_measure, write_costs
+from timing import better, cost_key, gains_key, keeps_costs, measure_sizes, read_costs, unmeasured, write_costs
 from verify import ODDS, Decoder, Plan
 
 WIDTHS = (1, 4, 8, 16, 32, 64)
@@ -358,7 +358,7 @@ class Pilot:
         """Costs as live rounds refreshed them, and what the drafter gives, for the next text."""
         self.learn_plain()
         if sum(self.auto.rounds) > 1 and keeps_costs(self.decoder):
-            if max(self.kept["unrest"]) <= UNREST:  # else the next start measures, and compares with what was measured
+            if not in_doubt(self.decoder, self.kept):  # else the next start measures, and compares with what was measured
                 write_costs(self.key, {**self.kept, "seconds": [[s * math.exp(own) for s, own in zip(row, self.auto.own)] for row in self.kept["seconds"]]})
             write_costs(gains_key(self.key), self.auto.habits())
 
@@ -369,6 +369,11 @@ def ladder(budget: Optional[int], compiled: bool) -> tuple:
     return widths if budget is None else tuple(w for w in widths if w < budget) + (budget,)
 
 
+def in_doubt(decoder: Decoder, kept: dict) -> bool:
+    """Whether the next start measures again what `measure_sizes` gave. Compiled rounds are measured once: that takes minutes."""
+    return decoder.compiled is None and max(kept["unrest"]) > UNREST
+
+
 def ring_for(mode: str, compiled: bool) -> int:
     """Rounds that the drafter's taps may wait: only mode auto lets it rest."""
     return 0 if mode != "auto" else RING_COMPILED if compiled else RING
@@ -376,8 +381,8 @@ def ring_for(mode: str, compiled: bool) -> int:
 
 def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progress: Callable = lambda text: None) -> Pilot:
     """A Pilot for a new Decoder (with a ring, no row in use). plan: whether rounds sample and filter. span: the bucket of cache slots
-    of a typical round. What rounds cost is read from the file, or measured here and kept; measured again where the machine was busy. Where the widest tree does not fit the device's memory, the
-    ladder ends below it. Compiled rounds have a shorter ladder, and where costs are in the file nothing is compiled before it is chosen."""
+    of a typical round. What rounds cost is read from the file, or measured here and kept; measured again where the machine was busy.
+    Where the widest tree does not fit the device's memory, the ladder ends below it. Compiled rounds have a shorter ladder, and where costs are in the file nothing is compiled before it is chosen."""
     widths, compiled = ladder(budget, decoder.compiled is not None), decoder.compiled is not None
     while True:
         candidates = candidates_for(decoder.draft.depths, widths, chain=not compiled and decoder.draft.depths <= widths[-1])
@@ -386,10 +391,9 @@ def start(decoder: Decoder, plan: Plan, budget: Optional[int], span: int, progre
             turns = [t._replace(ladder=()) for t in turns] + [turns[-len(widths)], turns[-1]]
         for turn in turns + candidates:
             decoder.prepare(turn)
-        key, n = cost_key(decoder, turns, span), len(rows_to_measure(decoder))
-        like = {"rows": [0.0] * n, "seconds": [[0.0] * len(candidates)] * n, "catch_up": [0.0] * n, "report": [[0.0] * 2] * n, "unrest": [0.0] * n}
-        kept = agree(read_costs(key, like), decoder.target.vocab is not None)
-        if kept is None or not compiled and max(kept["unrest"]) > UNREST:
+        key = cost_key(decoder, turns, span)
+        kept = agree(read_costs(key, unmeasured(decoder, len(candidates))), decoder.target.vocab is not None)
+        if kept is None or in_doubt(decoder, kept):
             progress(f"measuring {len(turns)} kinds of rounds, " + ("once" if kept is None else "again: the machine was busy") + (": each is compiled" if compiled else ""))
             try:
                 measured = measure_sizes(decoder, turns, min(span, decoder.slots), 0 if compiled else len(widths))

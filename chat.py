@@ -57,7 +57,6 @@ def from_json(text: str) -> Tokenizer:
     return tokenizer
 
 
-SURROGATES = "[\ud800-\udfff]"
 KIMI_SPLIT = "|".join((
     r"[\p{Han}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -116,10 +115,14 @@ def from_tiktoken(data: bytes, config: dict) -> Tokenizer:
     return tokenizer
 
 
+def check_surrogates(text: str, what: str) -> None:
+    if re.search("[\ud800-\udfff]", text):
+        raise UserError(f"{what} holds half a surrogate pair, which is no text")
+
+
 def encode(tokenizer: Tokenizer, text: str) -> list:
     """Token ids of what a user typed; `<|im_end|>` in it is text like any other. UserError where JSON brought what is no text."""
-    if re.search(SURROGATES, text):
-        raise UserError("the prompt holds half a surrogate pair, which is no text")
+    check_surrogates(text, "the prompt")
     ids = tokenizer.plain.encode(text).ids
     return ids if tokenizer.bos is None or ids[:1] == [tokenizer.bos] else [tokenizer.bos] + ids
 
@@ -153,8 +156,7 @@ def read_messages(path: Path) -> list:
 
 def check_messages(messages, what: str) -> list:
     """The messages, or a UserError about `what` holds them."""
-    if re.search(SURROGATES, json.dumps(messages, ensure_ascii=False)):
-        raise UserError(f"{what} holds half a surrogate pair, which is no text")
+    check_surrogates(json.dumps(messages, ensure_ascii=False), what)
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages):
         raise UserError(f'{what} must hold a list of messages, [{{"role": "user", "content": "…"}}, …]')
     return messages
@@ -240,8 +242,7 @@ def encode_chat(tokenizer: Tokenizer, folder: Path, messages: list, add_generati
     markup = [t for t in tokenizer.get_added_tokens_decoder().values() if t.special or t.content.strip()]
     markup = sorted(markup, key=lambda t: -len(t.content))
     everything = json.dumps(messages, ensure_ascii=False)
-    if re.search(SURROGATES, everything):
-        raise UserError("the chat holds half a surrogate pair, which is no text")
+    check_surrogates(everything, "the chat")
     free = (i for i in range(0xE000, 0xF900) if chr(i) not in everything)
     hidden = {ord(c): next(free) for c in sorted({t.content[0] for t in markup})}  # what markup begins with
     shown = {v: k for k, v in hidden.items()}

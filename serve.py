@@ -154,9 +154,9 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
     """Yields an Event per request and round. A request is taken from `requests` when a slot is free for it, not earlier; once there is none,
     rows that end leave the batch, and rounds are of those that are left (compiled ones stay as they are).
 
-    plan: of every round, or choose(state) names the mode, budget and shape of each; once more at the end, with no rows, to hear of the last. (Whether rounds sample and filter follows from
-    the plan and the requests so far: asking each round for less would cost a graph.) Where ranks share the models, rank 0 chooses and
-    cancels for all; requests and until must be the same on all. stop_ids end a text and are not emitted.
+    plan: of every round, or choose(state) names the mode, budget and shape of each; it is called once more at the end, with no rows, to
+    hear of the last. (Whether rounds sample and filter follows from the plan and the requests so far: asking each round for less would
+    cost a graph.) Where ranks share the models, rank 0 chooses and cancels for all; requests and until must be the same on all. stop_ids end a text and are not emitted.
     until(number, tokens) may end one too: it returns how many of these new tokens to keep, or None to go on. progress(text) hears
     of prompts read while nothing decodes. UserError on a prompt that the slots cannot hold."""
     decoder.widen()

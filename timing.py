@@ -108,18 +108,24 @@ def rows_to_measure(decoder: Decoder) -> list:
     return [batch] + [1 << n for n in reversed(range((batch - 1).bit_length())) if not decoder.fixed]
 
 
+def unmeasured(decoder: Decoder, kinds: int) -> dict:
+    """Lists of the sizes of those that `measure_sizes` returns, of so many kinds of rounds that do not report."""
+    n = len(rows_to_measure(decoder))
+    return {"rows": [0.0] * n, "seconds": [[0.0] * kinds] * n, "catch_up": [0.0] * n, "report": [[0.0] * 2] * n, "unrest": [0.0] * n}
+
+
 def measure_sizes(decoder: Decoder, turns: list, span: int, trees: int) -> dict:
     """`measure` with each of `rows_to_measure`. trees: how many turns, the last but two, are trees that do not report; the last two
     report, the narrowest and the widest; 0: none does. Returns lists, an entry for every number of rows: "rows", "seconds" of each turn,
     "catch_up", "report", seconds that a tree's report takes, of the narrowest and the widest, and "unrest" (see `measure`)."""
     batch, kept = len(decoder.root), {"rows": [], "seconds": [], "catch_up": [], "report": [], "unrest": []}
+    quiet = len(turns) - 2 * (trees > 0)
     try:
         for rows in rows_to_measure(decoder):
             decoder.narrow(range(rows))
             hurry = {} if rows == batch else {"repeats": 6, "patience": 1.0}
             *seconds, catch_up, unrest = agree(measure(decoder, turns, span, warm=2 if decoder.compiled else 0, **hurry), decoder.target.vocab is not None)
-            report, told = [0.0, 0.0], turns[len(turns) - 2:] if trees else []
-            seconds, loud = plausible(turns[:len(turns) - len(told)], seconds), plausible(told, seconds[len(turns) - len(told):])
+            seconds, loud, report = plausible(turns[:quiet], seconds[:quiet]), plausible(turns[quiet:], seconds[quiet:]), [0.0, 0.0]
             if trees:  # (differences of two clocks: noise may not make them more than a part)
                 narrow, wide = loud
                 widest = min(max(wide - seconds[-1], 0.0), 0.05 * min(seconds[1:]))
@@ -132,8 +138,8 @@ def measure_sizes(decoder: Decoder, turns: list, span: int, trees: int) -> dict:
 
 
 def plausible(turns: list, seconds: list) -> list:
-    """Seconds of rounds (those of the turns, the rest is left out), none much longer than of a round that does more: what others on the machine
-    did meanwhile would otherwise be kept, and a kind of round that seems to cost a hundred times too much would not even be probed."""
+    """Seconds of the turns' rounds, none much longer than of a round that does more: what others on the machine did meanwhile would
+    otherwise be kept, and a kind of round that seems to cost a hundred times too much would not even be probed."""
     return [min(s, SLACK * min(other for u, other in zip(turns, seconds) if u.budget >= t.budget)) for t, s in zip(turns, seconds)]
 
 
@@ -146,8 +152,9 @@ def better(one: dict, other: dict) -> dict:
 
 def measure(decoder: Decoder, turns: list, span: int, warm: int = 0, repeats: int = 10, patience: float = 4.0) -> list:
     """Seconds of each Plan's round, taking turns, and of catching up: the least of up to `repeats`, for others on the machine only ever
-    add; and last, how many times as long as the least the second took, at worst: others may have disturbed all. After `patience` seconds 5 are enough, after twice that 2. Each is timed as the second in a row: what another kind of round left in
-    the processor's caches is not what a round finds at work. No row may be active: such rounds cost the same and commit nothing. Roots are
+    add; and last, how many times as long as the least the second took, at worst: others may have disturbed all. After
+    `patience` seconds 5 are enough, after twice that 2. Each is timed as the second in a row: what another kind of round left in the
+    processor's caches is not what a round finds at work. No row may be active: such rounds cost the same and commit nothing. Roots are
     random tokens while it lasts, for equal ones would all go to the same experts."""
     device, V = decoder.root.device, decoder.target.config.vocab_size
     decoder.root.copy_(torch.randint(V, decoder.root.shape, generator=torch.Generator().manual_seed(0)))

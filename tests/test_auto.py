@@ -664,6 +664,20 @@ def test_what_a_busy_machine_measured_is_measured_again_until_it_is_calm(tmp_pat
     assert run(0.5, "", 1.0) == ([], third)
 
 
+@pytest.mark.parametrize("compiled, unrest, kept", [(None, 9.0, False), (None, 1.1, True), ([], 9.0, True)])
+def test_what_live_rounds_taught_is_kept_unless_the_next_start_measures_again(compiled, unrest, kept, monkeypatch):
+    """It does not where rounds are compiled, whatever the machine was like."""
+    written, (target, draft) = [], pair()
+    monkeypatch.setattr(timing, "measure", lambda decoder, turns, *a, **k: [1.0] * (len(turns) + 1) + [unrest])
+    monkeypatch.setattr(auto, "read_costs", lambda key, like: None)
+    decoder, plan, pilot = serve.open_batch(target, draft, [Request([1, 2, 3], 30)], 1, "auto", None, False, False)
+    list(serve.serve(decoder, [Request([1, 2, 3], 30)], plan, pilot))
+    monkeypatch.setattr(auto, "write_costs", lambda key, kept: written.append(key["batch"]))
+    decoder.compiled = compiled
+    pilot.keep()
+    assert written == ([1, 0] if kept else [0])  # rounds, and gains
+
+
 def test_where_others_are_always_on_the_machine_the_least_of_a_few_starts_must_do():
     kept = {"seconds": [[2.0, 3.0]], "unrest": [50.0]}
     for starts in range(1, 9):
