@@ -7,10 +7,11 @@ the widest tree prices all narrower ones. A drafter is too sure of itself or not
 expected drafts per depth corrects it, at any temperature, since what is accepted is equality with the target's own token.
 
 The candidate with the most expected tokens per second is found by a full scan (distinct experts are concave in the width, so a stop at
-the first loss would err), whenever a round reported or a row ended, and every few rounds of plain decode, which report nothing. While
+the first loss would err), whenever a round reported or a row ended, and every few rounds of plain decode, which are short. While
 requests wait for a slot, each row counts as the mean one does; once none does, rounds get cheaper as rows end, and what counts is when each
-of them will. Something else is picked only where it is clearly better, and now and then another candidate gets a round, within 1 % of the
-time, so that what lost once can come back.
+of them will. Something else is picked only where it is clearly better, and now and then another candidate gets a round, so that what lost once
+can come back: the more often, the less it is behind. Plain decode tells something of drafts, too: what the target is sure of is easy
+to draft. Where it gets surer than it was when the drafter was heard, drafts are expected to win more.
 
 The controller is plain Python and holds no tensor: tests and bench.py --simulate drive it with a clock of their own.
 
@@ -36,7 +37,9 @@ CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 UNREST = 1.25               # the two least of a kind's times are this far apart on a busy machine: eager rounds are measured again at the next start
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES = 0.0075             # share of time that probes may lose
+PROBES = 0.0075             # share of time that probes may lose; while plain decode runs times
+NEAR, NEARER, LEAST, MOST = 0.85, 6, 0.2, 2.0  # (rate of the best other / NEAR its own) ** NEARER: what is far behind is hardly better by now
+SURE, CONFIDENCE = 6, 1 / 5  # of so many rounds of plain decode one tells how sure the target is; of what was thought of it to that, per report
 SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST, REST_AR = 32, 12      # rounds before a candidate is probed again, and between two scans of plain decode
 END = 24                    # tokens of the longest row below which a probe would teach too late
@@ -49,12 +52,17 @@ quantile = lru_cache(4096)(NormalDist().inv_cdf)  # (rows of plain decode stay i
 
 def candidates_for(depths: int, widths: tuple, chain: bool = True) -> list:
     """Plans: plain decode first, then the narrower before the wider."""
-    return [Plan("ar", 0)] + [Plan("dflash", depths, ladder=widths)] * chain + [Plan("ddtree", n, ladder=widths) for n in widths]
+    return [Plan("ar", 0, ladder=widths)] + [Plan("dflash", depths, ladder=widths)] * chain + [Plan("ddtree", n, ladder=widths) for n in widths]
 
 
 def pick(rates: dict) -> int:
     """The candidate with the most expected tokens per second. A full scan; the earlier among equals."""
     return max(rates, key=lambda i: (rates[i], -i))
+
+
+def unsure(p: float) -> float:
+    """A probability that is neither 0 nor 1: it has a logarithm, and another can be a power of it."""
+    return min(max(p, 0.02), 0.98)
 
 
 def between(known: dict, rows: int):
@@ -84,9 +92,12 @@ class Auto:
         self.mass = [[0.7 ** d * (d <= n) * (n >= depths or 0.9) for d in range(1, depths + 1)] for n in (*self.widths, depths)]
         self.accepted, self.expected = [4.0] * depths, [4.0] * depths  # decaying sums of rows; the start says: calibrated
         self.weight = [GUESSED] * len(self.mass)                  # rounds behind each mean
+        self.confidence, self.then = 0.5, [0.5] * len(self.mass)  # how sure the target is, and was behind each mean
+        self.felt = 0.0                                           # what was told of it, in square roots of rows
         if habits:
             self.mass, self.accepted, self.expected = habits["mass"], habits["accepted"], habits["expected"]
             self.weight = [min(w, KNOWN) for w in habits["weight"]]
+            self.confidence, self.then = unsure(habits["confidence"][0]), list(map(unsure, habits["then"]))
         self.usual = list(self.mass)                              # a slower mean: first what other texts taught, later this one's
         self.turn = 0                                             # rounds so far
         self.heard = [0] * len(self.mass)                         # the turn of the last report on each
@@ -95,8 +106,9 @@ class Auto:
         self.last, self.run, self.ran = self.current, 0, [-REST] * n  # ran: the turn of each candidate's last round
         if habits:                                                # seconds that probes may lose: texts save up for one together
             self.allowance = habits["allowance"][0] * self.full(0)
-        else:                                                     # a drafter never heard is asked at once
-            self.allowance = min([self.cost(i) for i in self.possible if i], default=0.0)
+        else:                                                     # a drafter never heard is asked at once, and again: texts begin hard
+            self.allowance = 2 * min([self.cost(i) for i in self.possible if i], default=0.0)
+        self.share, self.most = PROBES, 2 * self.full(self.current)  # of time that is saved up for probes, and the most savings
         self.rounds, self.probes, self.probing, self.timed = [0] * n, 0, False, False
         self.nap = 0                                              # rounds for which the last scan holds unless there is news
 
@@ -104,12 +116,14 @@ class Auto:
 
     def odds(self, i: int) -> list:
         """The probability that a row accepts a draft at each depth in one round of candidate i; of plain decode, none. While plain decode
-        runs and nothing is heard, it returns to the usual: the stretch that drafts lost in passes."""
+        runs and nothing is heard, it returns to the usual: the stretch that drafts lost in passes. And it follows the target's confidence:
+        what was some power of it is the same power of it now."""
         if i == 0:
             return []
-        k = self.row(i)
-        back = 1 - (1 - RETURN) ** (self.turn - self.heard[k]) if self.current == 0 else 0.0
-        return [min((m + back * (u - m)) * a / e, 1.0) for m, u, a, e in zip(self.mass[k], self.usual[k], self.accepted, self.expected)]
+        k, back, power = self.row(i), 0.0, 1.0
+        if self.current == 0:
+            back, power = 1 - (1 - RETURN) ** (self.turn - self.heard[k]), math.log(self.confidence) / math.log(self.then[k])
+        return [min((m + back * (u - m)) * a / e, 1.0) ** power for m, u, a, e in zip(self.mass[k], self.usual[k], self.accepted, self.expected)]
 
     def gain(self, i: int) -> float:
         """Expected tokens of a row in one round."""
@@ -197,6 +211,10 @@ class Auto:
         margin = MARGIN * (1 if self.current else 2) + DOUBT / self.weight[self.row(best)] if best else 0.0
         if rates[best] > rates[self.current] * (1 + margin):
             self.current = best
+        late = longest < min(END, self.turn)
+        if not late:
+            near = max((rates[i] for i in self.possible if i), default=0.0) / rates[0]
+            self.share = PROBES * (1 if self.current else min(max((near / NEAR) ** NEARER, LEAST), MOST))
         if self.current == 0 and self.turn and self.turn - max(self.heard) < REST_AR:
             return self.current
         def loss(i):                  # seconds that a round of i, which reports, loses against the current candidate
@@ -206,7 +224,8 @@ class Auto:
         stale = [i for i in self.possible if i != self.current and self.turn - self.ran[i] >= soon
                  and (self.turn - self.ran[i] >= REST or loss(i) < 0.1 * costs[self.current])]
         least = min(stale, key=loss, default=None)
-        late = longest < min(END, self.turn)
+        # (enough for one probe, whatever it costs: drafts may not be lost for good)
+        self.most = max(2 * self.full(self.current), loss(least) if least is not None and self.current == 0 else 0.0)
         if least is not None and not late and loss(least) <= self.allowance:
             self.allowance -= loss(least)
             self.probing, self.nap = True, 0
@@ -227,13 +246,19 @@ class Auto:
         self.last, self.turn = i, self.turn + rounds
         self.ran[i] = self.turn
         if not self.probing:
-            self.allowance = min(self.allowance + rounds * PROBES * self.cost(i), 2 * self.full(self.current))
+            self.allowance = max(self.allowance, min(self.allowance + rounds * self.share * self.cost(i), self.most))
         if i and drafts:
             mean = sum(drafts.values()) / len(drafts)
             known = {row: self.luck.get(row, (0.0, 0.0)) for row in drafts}
             self.luck = {row: (own + drafts[row], of_mean + mean) for row, (own, of_mean) in known.items()}
         if drafts and expected is not None:
             self.hear(i, len(drafts), accepted, expected)
+
+    def feel(self, rows: int, confidence: float) -> None:
+        """confidence: the mean probability of the target's best token, over so many rows, in one round: before `learn` of that round."""
+        confidence = min(max(confidence, 0.0), 1.0)
+        self.felt = min(self.felt + rows ** 0.5, rows ** 0.5 / CONFIDENCE)
+        self.confidence = unsure(self.confidence + (confidence - self.confidence) * rows ** 0.5 / self.felt)
 
     def time(self, i: int, seconds: Optional[float], run: int) -> None:
         """Seconds of a round of candidate i, None where they tell nothing (a first call); run: rounds of it just before. The machine's
@@ -255,6 +280,7 @@ class Auto:
             self.weight[k] = self.weight[k] * (1 - MEMORY) ** (self.turn - self.heard[k]) + rows ** 0.5
             self.heard[k] = self.turn
             self.mass[k] = [m + (x / rows - m) * rows ** 0.5 / self.weight[k] for m, x in zip(self.mass[k], now)]
+            self.then[k] += (self.confidence - self.then[k]) * rows ** 0.5 / self.weight[k]
             self.usual[k] = [u + (x / rows - u) * USUAL for u, x in zip(self.usual[k], now)]
         told = expected[heard.index(self.row(i))]
         for d in [d for d in range(self.depths) if told[d] > 0]:  # forgets as much as it hears: a depth that rounds do not reach keeps its ratio
@@ -264,7 +290,8 @@ class Auto:
 
     def habits(self) -> dict:
         """What another text with this pair may begin with, in any batch."""
-        return {"mass": self.mass, "accepted": self.accepted, "expected": self.expected, "weight": self.weight, "allowance": [self.allowance / self.full(0)]}
+        return {"mass": self.mass, "accepted": self.accepted, "expected": self.expected, "weight": self.weight, "then": self.then,
+                "confidence": [self.confidence], "allowance": [self.allowance / self.full(0)]}
 
     # What the user hears
 
@@ -298,6 +325,7 @@ class Pilot:
         self.numbers = {(c.mode, c.budget): i for i, c in enumerate(candidates)}
         self.calls, self.span, self.followed, self.rows = {}, 0, 0.0, {}
         self.plain = []  # seconds of rounds of plain decode, short as they are: learnt from together, to spare the host's time
+        self.ar = [candidates[0]] + [candidates[0]._replace(ladder=())] * (SURE - 1)  # the first tells how sure the target is
         self.idle = False  # whether the last round was one, and its seconds need no correction
         self.slots, self.more = 0, True
 
@@ -306,8 +334,10 @@ class Pilot:
         if (self.idle and state.plan is not None and state.plan.mode == "ar" and self.auto.nap and waiting < ring
                 and slots == self.slots and len(state.rows) == len(self.rows) and state.more == self.more):
             self.auto.nap -= 1
+            if state.plan.ladder:
+                self.feel(state)
             self.plain.append(state.seconds)
-            return self.auto.candidates[0]
+            return self.ar[len(self.plain) % SURE]
         if state.plan is not None:
             self.hear(state)
         if not state.rows:  # that was the last round
@@ -319,14 +349,18 @@ class Pilot:
         self.followed = 0.0 if plan.mode == "ar" and waiting < ring else 1.0 if self.decoder.compiled and waiting else waiting / ring
         self.idle = plan.mode == "ar" and not self.followed and not self.decoder.compiled
         self.span, self.rows = state.span, state.rows
-        if self.decoder.compiled is None and plan.mode != "ar":  # eagerly, a report costs as much as a few nodes
-            return plan._replace(ladder=() if self.auto.settled() else self.auto.told)
-        return plan
+        if self.decoder.compiled is not None:
+            return plan
+        if plan.mode == "ar":
+            return self.ar[len(self.plain) % SURE]
+        return plan._replace(ladder=() if self.auto.settled() else self.auto.told)  # a report costs as much as a few nodes
 
     def hear(self, state) -> None:
         plan, D, seconds = state.plan, self.auto.depths, state.seconds
         i = 0 if plan.mode == "ar" else self.numbers[plan.mode, plan.budget]
-        told = state.packed[self.slots:] if i else []  # nothing after a quiet round
+        told = state.packed[self.slots + 1:]  # nothing after a quiet round
+        if plan.ladder:
+            self.feel(state)
         if self.followed or told:
             seconds = max(seconds - between(self.catch_up, self.slots) * self.followed - self.report(plan) * bool(told), 0.1 * seconds)
         if self.decoder.compiled:  # the first two calls of a graph compile and record it
@@ -340,6 +374,9 @@ class Pilot:
             drafts = {number: state.packed[slot][0] - 1 for slot, (number, _) in self.rows.items()}
             self.auto.learn(i, drafts, told[-1][:D] if told else None, [[m / ODDS for m in row[:D]] for row in told[:-1]] or None)
             self.auto.time(i, seconds, self.auto.run)
+
+    def feel(self, state) -> None:
+        self.auto.feel(len(self.rows), state.packed[self.slots][0] / ODDS / len(self.rows))
 
     def learn_plain(self) -> None:
         if self.plain:

@@ -124,6 +124,8 @@ def traffic(config, draft, plan, batch: int, size: int, item: int, block: Option
     sent += [Collective("the target's embedding", "all_reduce", 1, batch * nodes * h),
              Collective("the target's layers", "all_reduce", 2 * config.num_layers, batch * nodes * h),
              Collective("the target's tokens", "all_gather", 1, batch * nodes * (logits if plan.filtered else 16))]
+    if plan.ladder:
+        sent += [Collective("the target's confidence", "all_gather", 1, 2 * batch * max(item, 4))]
     if draft is not None and not copied:
         sent += [Collective("taps to draft K/V", "all_reduce", 1, batch * P * h)]
     return sent

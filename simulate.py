@@ -207,7 +207,8 @@ def choice(pair: Pair, machine: Machine, engine: Engine, layout: str, batch: int
     candidates, D = candidates_for(pair.depths, widths), pair.depths
     parts = [round_parts(pair, machine, engine, layout, batch, c, context, skew) for c in candidates]
     seconds = [sum(p.values()) for p in parts]
-    auto = Auto(candidates, {batch: seconds}, D, {"mass": [list(row) for row in odds], "accepted": [1.0] * D, "expected": [1.0] * D, "weight": [1.0] * len(odds), "allowance": [0.0]})
+    known = {"mass": [list(row) for row in odds], "accepted": [1.0] * D, "expected": [1.0] * D, "weight": [1.0] * len(odds)}
+    auto = Auto(candidates, {batch: seconds}, D, {**known, "then": [0.5] * len(odds), "confidence": [0.5], "allowance": [0.0]})
     return auto.current, [(c, batch * auto.gain(i) / s, p) for i, (c, s, p) in enumerate(zip(candidates, seconds, parts))]
 
 

@@ -121,7 +121,7 @@ class Plan(NamedTuple):
     spine: bool = False      # see build_tree
     sampled: bool = False    # some row has a temperature
     filtered: bool = False   # some row has top-k or top-p
-    ladder: tuple = ()       # widths to report on: a ddtree round builds the widest tree and verifies its first `budget` drafts
+    ladder: tuple = ()       # widths to report on: a ddtree round builds the widest tree and verifies its first `budget` drafts; empty: no report
     candidates: int = CANDIDATES  # tokens of a depth that a Markov head scores: see ddtree.grow
 
     @property
@@ -301,23 +301,26 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def round(self, plan: Plan, span: int, mark: Callable = lambda stage: None) -> Tensor:
         """One round for all rows. span: cache slots to attend, at least every length. Returns (B, P + 1): how many tokens
-        a row emitted, then the tokens. With a ladder, the rows of `expected` and of `reached` follow, and all are D + 2
-        wide. `mark` is called after each stage, for those who time them."""
+        a row emitted, then the tokens. With a ladder, the row of `confidence` follows, and where it drafts those of `expected` and of
+        `reached`; all are then D + 2 wide. `mark` is called after each stage, for those who time them."""
         marginals, conditional = self.propose(plan, span)
         mark("propose")
         tree, score = self.build(marginals, conditional, plan)
         told = [self.expected(tree, score, plan)] if plan.ladder and plan.mode != "ar" else []
-        if told and plan.mode == "ddtree":
+        if plan.ladder and plan.mode == "ddtree":
             tree = first(tree, plan.budget + 1)
         mark("build")
         logits, taps, latents = self.target(tree, self.length, span, self.taps)
         tokens = self.choose(logits, self.length.unsqueeze(1) + tree.depth + 1, plan)
         mark("verify")
         path, accepted, _ = accept(tree, tokens)
-        told = torch.cat(told + [self.reached(accepted)]) if told else None
+        if plan.ladder:
+            told = [self.confidence(logits, plan)] + (told + [self.reached(accepted)] if told else [])
         emitted = self.settle(path, accepted, tokens, taps, latents, self.rests(plan))
-        if told is not None:
-            emitted = torch.cat([torch.nn.functional.pad(t, (0, told.shape[1] + 2 - t.shape[1])) for t in (emitted, told)])
+        if told:
+            width = self.draft.depths + 2 if plan.mode != "ar" else 2
+            told[0] = told[0].expand(1, width)
+            emitted = torch.cat([torch.nn.functional.pad(t, (0, width - t.shape[1])) if t.shape[1] < width else t for t in [emitted] + told])
         mark("accept+commit")
         return emitted
 
@@ -361,6 +364,18 @@ class Decoder(nn.Module):
         led = mass.masked_fill((tree.ancestors & later.unsqueeze(1)).any(-1, keepdim=True), 0)
         rows = [first_nodes[min(n, len(first_nodes) - 1)] for n in plan.ladder] + [led.sum((0, 1))]
         return (torch.stack(rows) * ODDS).round().long()
+
+    def confidence(self, logits: Tensor, plan: Plan) -> Tensor:
+        """(1, 1): how likely the target's best token after the root is, summed over active rows, in 1/ODDS; at a row's temperature, where it
+        samples. What the target is sure of is easy to draft, and this costs no draft. (Where logits overflowed it may be anything.)"""
+        x = upcast(logits[:, 0])
+        if plan.sampled:
+            x = x / torch.where(self.temperature > 0, self.temperature, 1.0).to(x.dtype).unsqueeze(1)
+        top, total = x.amax(-1), x.logsumexp(-1)
+        if self.target.vocab is not None:
+            top, total = self.target.vocab.gather(torch.stack((top, total))).unbind(1)                      # (n, B)
+            top, total = top.amax(0), total.logsumexp(0)
+        return (((top - total).exp() * self.active).sum() * ODDS).long().view(1, 1)
 
     def reached(self, accepted: Tensor) -> Tensor:
         """(1, D): how many active rows accept a draft at each depth, whatever their limits cut off."""

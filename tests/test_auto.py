@@ -72,12 +72,27 @@ def test_a_round_reports_on_every_width_and_the_chain(width, kind):
         left |= bool((~held).any())
         want.append((prices.exp() * held * active.unsqueeze(1)).sum(0).tolist())
         tree = build_tree(marginals, root, width, **over) if width else chain(torch.cat((root.unsqueeze(1), line), 1))
-        accepted = accept(tree, target(tree, decoder.length, decoder.slots)[0].argmax(-1))[1]  # not cut by limits
+        logits = target(tree, decoder.length, decoder.slots)[0]
+        accepted = accept(tree, logits.argmax(-1))[1]  # not cut by limits
         got = decoder.round(plan, decoder.slots).tolist()
-        assert [len(row) for row in got] == [D + 2] * (3 + len(want) + 1)
-        torch.testing.assert_close(torch.tensor([row[:D] for row in got[3:-1]]) / ODDS, torch.tensor(want), rtol=0, atol=1e-5)
+        assert [len(row) for row in got] == [D + 2] * (3 + 1 + len(want) + 1)
+        assert got[3] == [pytest.approx(logits[active, 0].softmax(-1).amax(-1).sum().item() * ODDS, abs=20)] * (D + 2)
+        torch.testing.assert_close(torch.tensor([row[:D] for row in got[4:-1]]) / ODDS, torch.tensor(want), rtol=0, atol=1e-5)
         assert got[-1] == [(accepted[active] >= d).sum().item() for d in range(1, D + 1)] + [0, 0]
     assert left is (width > 0)  # both cases came
+
+
+def test_plain_decode_reports_how_sure_the_target_is():
+    """Of active rows, at the temperature of those that sample."""
+    decoder, _ = started(tiny.prompts(256, 5, 9, 2), limit=6, temperature=0.7)
+    decoder.temperature[2], decoder.active[1] = 0.0, False
+    plan = Plan("ar", sampled=True, ladder=LADDER)
+    while decoder.active.any():
+        heat = torch.tensor([0.7, 0.7, 1.0])[decoder.active]
+        logits = decoder.target(chain(decoder.root.unsqueeze(1)), decoder.length, decoder.slots)[0][decoder.active, 0]
+        got = decoder.round(plan, decoder.slots).tolist()
+        assert [len(row) for row in got] == [2] * 4
+        assert got[3][0] / ODDS == pytest.approx((logits / heat.unsqueeze(1)).softmax(-1).amax(-1).sum().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -258,6 +273,26 @@ def test_between_two_scans_of_plain_decode_nothing_is_asked_and_nothing_missed(m
     assert seen == want and seen[1][0] > 100 and sum(seen[1][1:]) > 2 and few < 0.4 * many
 
 
+def test_plain_decode_tells_how_sure_the_target_is_every_few_rounds(monkeypatch):
+    clocked(monkeypatch)
+    target, felt, modes, feel = tiny.golden("kimi_k2"), [], [], Auto.feel
+    monkeypatch.setattr(Auto, "feel", lambda self, rows, confidence: felt.append((len(modes), rows, confidence)) or feel(self, rows, confidence))
+    ordinary = Decoder.run
+    monkeypatch.setattr(Decoder, "run", lambda self, plan, span: modes.append((plan.mode, bool(plan.ladder), len(self.root))) or ordinary(self, plan, span))
+    requests = [Request(p, n) for p, n in zip(tiny.prompts(256, 5, 3, 9), (50, 90, 150))]
+    decoder, plan, pilot = serve.open_batch(target, tiny.drafter(target), requests, 3, "auto", None, False, False)
+    list(serve.serve(decoder, requests, plan, pilot))
+    loud = [(n + 1, rows) for n, (mode, loud, rows) in enumerate(modes) if loud]
+    plain = [loud for mode, loud, _ in modes if mode == "ar"]
+    assert [(n, rows) for n, rows, _ in felt] == loud and all(0 < confidence <= 1 for *_, confidence in felt)
+    assert 100 < len(plain) and len(plain) / auto.SURE <= sum(plain) < len(plain) / 2  # (a stretch of plain decode begins with one)
+    assert {rows for _, rows in loud} == {1, 2, 3}
+    prompt, (text,) = requests[2].tokens, generate.generate(target, None, [requests[2].tokens], "ar", max_new_tokens=150)
+    p = target.score(torch.tensor([prompt + text.tokens]))[0][0].softmax(-1).amax(-1)
+    alone = [(n, confidence) for n, rows, confidence in felt if rows == 1]
+    assert all(torch.isclose(p, torch.tensor(confidence, dtype=p.dtype), rtol=0, atol=1e-4).any() for _, confidence in alone)
+
+
 def test_that_nobody_waits_any_more_is_heard_at_once(monkeypatch):
     """While plain decode runs; and a Pilot that serves again hears of no round before the first."""
     clocked(monkeypatch)
@@ -294,7 +329,7 @@ class World:
     def __init__(self, seconds: list, odds: list, rows: int, trust: float = 1.0, seed: int = 0):
         self.seconds, self.odds, self.rows, self.trust, self.random = seconds, odds, rows, trust, random.Random(seed)
         self.auto = Auto(candidates_for(D, WIDTHS), {rows: [s * self.random.uniform(0.95, 1.05) for s in seconds]}, D)
-        self.chosen = []
+        self.chosen, self.sure = [], None
 
     def rate(self, i: int) -> float:
         return (1 + sum(self.odds[self.auto.row(i)]) if i else 1.0) / self.seconds[i]
@@ -307,6 +342,8 @@ class World:
         tokens = seconds = 0.0
         for _ in range(rounds):
             i, r = self.auto.choose(), self.random
+            if self.sure and (i and not self.auto.settled() or self.auto.turn % auto.SURE == 0):
+                self.auto.feel(self.rows, sum(min(max(r.gauss(self.sure, 0.25), 0.0), 1.0) for _ in range(self.rows)) / self.rows)
             noisy = self.seconds[i] * math.exp(r.gauss(0, 0.1)) * (3 if r.random() < 0.02 else 1)
             if i == 0 or self.auto.settled():
                 self.auto.learn(i, dict.fromkeys(range(self.rows), 0))
@@ -335,16 +372,87 @@ def test_nearly_the_best_fixed_mode_and_never_much_below_plain_decode(name, q, r
     assert got >= 0.97 * world.rate(0)
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("before, after", [(0.9, 0.1), (0.1, 0.9), (0.05, 0.5)])
 @pytest.mark.parametrize("name", [n for n in WORLDS])
-def test_another_workload_is_met_within_50_rounds(name, before, after, rows):
+def test_another_workload_is_met_within_50_rounds(name, before, after, rows, told):
+    """Whether or not the target is as sure as the text is easy to draft."""
     world = World(WORLDS[name], workload(before), rows, seed=5)
+    world.sure = 0.3 + 0.5 * before if told else None
     world.run(400)
-    world.odds, world.chosen = workload(after), []
+    world.odds, world.sure = workload(after), 0.3 + 0.5 * after if told else None
     world.run(50)
-    for _ in range(3):  # from then on, but for a round here and there
-        assert world.run(20) >= 0.9 * world.best()
+    assert world.run(60) >= 0.9 * world.best()
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("name", ["a CPU, 16 rows", "experts", "linear"])
+def test_a_target_that_gets_surer_brings_drafts_back_without_a_probe(name, rows, monkeypatch):
+    """Within 50 rounds, though nothing may be lost to probes and nothing is usual; where it is as sure as before, nobody would know."""
+    monkeypatch.setattr(auto, "RETURN", 0.0)
+    for after in (0.85, 0.3):
+        world = World(WORLDS[name], workload(0.05), rows, seed=3)
+        world.sure = 0.3
+        world.run(400)
+        assert world.auto.current == 0
+        world.odds, world.sure, world.auto.allowance = workload(0.9), after, -math.inf
+        world.run(50)
+        if after == 0.85:
+            assert world.run(20) >= 0.9 * world.best()
+        else:
+            assert world.run(20) == pytest.approx(world.rate(0))
+
+
+def test_what_was_a_power_of_the_targets_confidence_stays_one():
+    sure = settled(0.5, ar=0.1)
+    assert sure.current == 0 and sure.confidence == 0.5
+    before = [sure.odds(i) for i in range(1, 8)]
+    for now in (0.5, 0.25, 0.7, 0.0, 1.0):
+        sure.felt = 0.0
+        sure.feel(1, now)  # the first counts for all
+        power = math.log(min(max(now, 0.02), 0.98)) / math.log(0.5)
+        assert [sure.odds(i) for i in range(1, 8)] == [pytest.approx([p ** power for p in odds]) for odds in before]
+    heard = [[x * 0.5 for x in row] for row in workload(0.5)]
+    sure.weight = [1e-9] * len(heard)  # all that was heard is forgotten
+    sure.learn(4, {0: 1}, [1] + [0] * (D - 1), heard)
+    assert sure.then == pytest.approx([0.98] * len(heard)) and sure.mass[3] == pytest.approx(heard[3])
+    assert sure.odds(5) == pytest.approx([m * a / e for m, a, e in zip(sure.mass[3], sure.accepted, sure.expected)])
+    drafting = settled(0.9)
+    before = drafting.current, [drafting.odds(i) for i in range(1, 8)]
+    drafting.feel(1, 0.9)
+    assert drafting.current and before == (drafting.current, [drafting.odds(i) for i in range(1, 8)])  # it hears of drafts themselves
+    spoilt = {**sure.habits(), "then": [1.0] * len(heard), "confidence": [0.0]}
+    assert all(0 <= p <= 1 for i in range(1, 8) for p in Auto(candidates_for(D, WIDTHS), {1: WORLDS["a CPU"]}, D, spoilt).odds(i))
+
+
+def test_confidence_is_a_running_mean_in_which_many_rows_count_more():
+    def after(rows, *told):
+        controller = Auto(candidates_for(D, WIDTHS), {1: WORLDS["a CPU"]}, D)
+        for now in told:
+            controller.feel(rows, now)
+        return controller.confidence
+    assert after(1, 0.7) == pytest.approx(0.7) and after(1, 0.2, 0.4, 0.9) == pytest.approx(0.5)
+    assert after(1, *[0.3] * 50, *[0.8] * 8) == pytest.approx(0.8 - 0.5 * (1 - auto.CONFIDENCE) ** 8) == after(16, *[0.3] * 50, *[0.8] * 8)
+    mixed = Auto(candidates_for(D, WIDTHS), {1: WORLDS["a CPU"]}, D)
+    mixed.feel(1, 0.2)
+    mixed.feel(16, 0.7)
+    assert mixed.confidence == pytest.approx(0.6)
+
+
+def test_what_is_far_behind_is_probed_less():
+    """A probe of it is lost almost surely; one of what is nearly as good may well show that it is better by now."""
+    seen = []
+    for seconds in (4.0, 5.0, 6.3):  # of plain decode: a drafter that is hardly any good gets nearer
+        sure = settled(0.1, ar=seconds)
+        near, rounds = max(sure.rate(i) for i in sure.possible if i) / sure.rate(0), 0
+        while not sure.probes and rounds < 20000:
+            i, rounds = sure.choose(), rounds + 1
+            sure.learn(i, {0: 0})
+        assert sure.current == 0 and sure.probes == 1
+        assert sure.share / auto.PROBES == pytest.approx(min(max((near / auto.NEAR) ** auto.NEARER, auto.LEAST), auto.MOST))
+        seen.append((near, sure.share / auto.PROBES, rounds))
+    assert seen[0][1] == auto.LEAST < seen[1][1] < seen[2][1] == auto.MOST and seen[0][2] > 3 * seen[1][2] > 9 * seen[2][2], seen
 
 
 def finish(costs: dict, odds: list, r: random.Random, controller=None, fixed: int = 0, tokens: int = 128) -> float:
@@ -435,7 +543,8 @@ def settled(q: float = 0.5, **seconds) -> Auto:
     """A controller that is sure of a drafter and may not probe. seconds: of some candidates, where they are not those of a CPU."""
     mass = workload(q)
     costs = [seconds.get(c.name.replace(" ", "_"), s) for c, s in zip(candidates_for(D, WIDTHS), WORLDS["a CPU"])]
-    return Auto(candidates_for(D, WIDTHS), {1: costs}, D, {"mass": mass, "accepted": [9.0] * D, "expected": [9.0] * D, "weight": [100.0] * len(mass), "allowance": [0.0]})
+    return Auto(candidates_for(D, WIDTHS), {1: costs}, D, {"mass": mass, "accepted": [9.0] * D, "expected": [9.0] * D, "weight": [100.0] * len(mass),
+                                                              "then": [0.5] * len(mass), "confidence": [0.5], "allowance": [0.0]})
 
 
 def test_what_is_a_little_better_changes_nothing():
@@ -495,7 +604,7 @@ def test_short_texts_save_up_for_a_probe_together():
             probed.append(short.probing)
             short.learn(i, {0: 0})
         habits = short.habits()
-    assert not any(probed[:10]) and 1 <= sum(probed) <= 20
+    assert not any(probed[:10]) and 1 <= sum(probed) <= 50
 
 
 def test_what_is_saved_for_probes_keeps_its_worth_when_rows_leave():

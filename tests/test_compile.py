@@ -100,7 +100,7 @@ def test_contract_where_modes_alternate():
     """With a ring and a ladder, as the automatic choice uses them: a graph for each plan, one that catches up, no other."""
     target = tiny.target(max_position_embeddings=64)
     ladder = (1, 4, 12)
-    plans = [Plan(mode, budget, sampled=True, filtered=True, ladder=ladder if mode == "ddtree" else ())
+    plans = [Plan(mode, budget, sampled=True, filtered=True, ladder=() if mode == "dflash" else ladder)
              for mode, budget in (("ar", 0), ("ddtree", 4), ("dflash", 0), ("ar", 0), ("ar", 0), ("ddtree", 12))]
     draft, turn, asked = tiny.drafter(target, plain=True), [0], requests(target.config.vocab_size, 8, 30)
     def choose(state):

@@ -27,7 +27,7 @@ from parallel import check_layout, dividers, parse_layout
 from plan import chunk_room, memory_plan, score_bytes
 from ranks import traffic
 from serve import Request, open_batch, serve
-from verify import Decoder, Plan
+from verify import ODDS, Decoder, Plan
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "ranks_worker.py"
@@ -238,6 +238,10 @@ def test_refill_cancelling_and_a_mode_that_changes(cases, ranks):
     for i, (tokens, finish, want) in enumerate(zip(mine[0]["tokens"], mine[0]["finish"], plain + plain[::-1])):
         assert finish == ("cancelled" if i == 1 else "length")
         assert tokens == want[:len(tokens)] and (len(tokens) == len(want) or i == 1 and 5 < len(tokens) < len(want))
+    target, asked = load_target(Path(cases.pairs["kimi_k2"][0]), dtype=torch.float64), cases.requests("kimi_k2", "greedy", 12)[:2]
+    p = [target.score(torch.tensor([r["tokens"] + t]))[0][0, len(r["tokens"]):].softmax(-1).amax(-1) for r, t in zip(asked, plain)]
+    for s in mine:  # how sure the target is of the token after the root, whichever rank holds it
+        assert s["sure"] == [pytest.approx(n * ODDS, abs=2) for n in (p[0] + p[1])[:4].tolist()]
 
 
 def test_a_file_of_costs_that_some_ranks_have(cases):
@@ -425,12 +429,12 @@ def test_two_all_reduces_a_layer_and_one_gather_a_head(eight, experts):
     target, draft = kimi(experts, 4)
     decoder, c = Decoder(target, draft, 8, 1024), target.config
     for plan in (Plan("ar", 0), Plan("dflash", 0), Plan("ddtree", 32), Plan("ddtree", 32, sampled=True), Plan("ddtree", 32, sampled=True, filtered=True),
-                 Plan("ddtree", 8, ladder=(8, 32)), Plan("dflash", 0, ladder=(8, 32))):
+                 Plan("ddtree", 8, ladder=(8, 32)), Plan("dflash", 0, ladder=(8, 32)), Plan("ar", 0, ladder=(8, 32))):
         want = sends(decoder, plan, 512)
         reduced = {s.what: s.count for s in want if s.kind == "all_reduce"}
         assert reduced["the target's layers"] == 2 * c.num_layers and reduced["the target's embedding"] == 1
         assert plan.mode == "ar" or reduced["the drafter's layers"] == 2 * draft.config.num_layers
-        assert sum(s.kind == "all_gather" for s in want) == 1 + (plan.mode != "ar")
+        assert sum(s.kind == "all_gather" for s in want) == 1 + (plan.mode != "ar") + bool(plan.ladder)
     for layer in target.layers:
         x = torch.empty(8, 33, c.hidden_size, device="meta", dtype=torch.bfloat16)
         bias = torch.empty(8, 33, 1, 512 + 33, device="meta")
