@@ -37,9 +37,9 @@ CALIBRATION = 1 / 48        # of the drafter's calibration, per expected draft
 DRIFT, PAIRED = 0.25, 0.04  # how fast the machine's pace, and a candidate's own cost, follow live rounds
 UNREST = 1.25               # the two least of a kind's times are this far apart on a busy machine: eager rounds are measured again at the next start
 MARGIN, DOUBT = 0.02, 0.15  # by how much another candidate must be better, and more where it rests on few rounds
-PROBES = 0.0075             # share of time that probes may lose; while plain decode runs times
-NEAR, NEARER, LEAST, MOST = 0.85, 6, 0.2, 2.0  # (rate of the best other / NEAR its own) ** NEARER: what is far behind is hardly better by now
-SURE, CONFIDENCE = 6, 1 / 5  # of so many rounds of plain decode one tells how sure the target is; of what was thought of it to that, per report
+PROBES = 0.0075             # share of time that probes may lose; while plain decode runs, it is multiplied by
+NEAR, NEARER, LEAST, MOST = 0.85, 6, 0.2, 2.0  # (best other rate / (NEAR * its own)) ** NEARER, LEAST to MOST: what is far behind is hardly better by now
+SURE, CONFIDENCE, POWER = 6, 1 / 5, 3.0  # rounds of plain decode of which one reports; how fast the mean of confidences follows; how far odds may follow it
 SETTLED, QUIET = 6.0, 5     # once means rest on so many rounds, one round of so many reports, where rounds are not compiled
 REST, REST_AR = 32, 12      # rounds before a candidate is probed again, and between two scans of plain decode
 END = 24                    # tokens of the longest row below which a probe would teach too late
@@ -93,12 +93,12 @@ class Auto:
         self.accepted, self.expected = [4.0] * depths, [4.0] * depths  # decaying sums of rows; the start says: calibrated
         self.weight = [GUESSED] * len(self.mass)                  # rounds behind each mean
         self.confidence, self.then = 0.5, [0.5] * len(self.mass)  # how sure the target is, and was behind each mean
-        self.felt = 0.0                                           # what was told of it, in square roots of rows
+        self.felt, self.guessed = 0.0, habits is None             # what was told of it, in square roots of rows; whether no text taught anything
         if habits:
             self.mass, self.accepted, self.expected = habits["mass"], habits["accepted"], habits["expected"]
             self.weight = [min(w, KNOWN) for w in habits["weight"]]
             self.confidence, self.then = unsure(habits["confidence"][0]), list(map(unsure, habits["then"]))
-        self.usual = list(self.mass)                              # a slower mean: first what other texts taught, later this one's
+        self.usual, self.usually = list(self.mass), list(self.then)  # slower means: first what other texts taught, later this one's
         self.turn = 0                                             # rounds so far
         self.heard = [0] * len(self.mass)                         # the turn of the last report on each
         self.luck, self.prospects = {}, []                        # row -> drafts it accepted and a mean row did; see `look`
@@ -122,7 +122,9 @@ class Auto:
             return []
         k, back, power = self.row(i), 0.0, 1.0
         if self.current == 0:
-            back, power = 1 - (1 - RETURN) ** (self.turn - self.heard[k]), math.log(self.confidence) / math.log(self.then[k])
+            back = 1 - (1 - RETURN) ** (self.turn - self.heard[k])
+            then = self.then[k] + back * (self.usually[k] - self.then[k])
+            power = min(max(math.log(self.confidence) / math.log(then), 1 / POWER), POWER)
         return [min((m + back * (u - m)) * a / e, 1.0) ** power for m, u, a, e in zip(self.mass[k], self.usual[k], self.accepted, self.expected)]
 
     def gain(self, i: int) -> float:
@@ -212,9 +214,11 @@ class Auto:
         if rates[best] > rates[self.current] * (1 + margin):
             self.current = best
         late = longest < min(END, self.turn)
-        if not late:
+        if self.current:
+            self.share = PROBES
+        elif not late:
             near = max((rates[i] for i in self.possible if i), default=0.0) / rates[0]
-            self.share = PROBES * (1 if self.current else min(max((near / NEAR) ** NEARER, LEAST), MOST))
+            self.share = PROBES * min(max((near / NEAR) ** NEARER, LEAST), MOST)
         if self.current == 0 and self.turn and self.turn - max(self.heard) < REST_AR:
             return self.current
         def loss(i):                  # seconds that a round of i, which reports, loses against the current candidate
@@ -257,6 +261,8 @@ class Auto:
     def feel(self, rows: int, confidence: float) -> None:
         """confidence: the mean probability of the target's best token, over so many rows, in one round: before `learn` of that round."""
         confidence = min(max(confidence, 0.0), 1.0)
+        if not self.felt and self.guessed:
+            self.then = self.usually = [unsure(confidence)] * len(self.mass)
         self.felt = min(self.felt + rows ** 0.5, rows ** 0.5 / CONFIDENCE)
         self.confidence = unsure(self.confidence + (confidence - self.confidence) * rows ** 0.5 / self.felt)
 
@@ -279,9 +285,11 @@ class Auto:
         for k, now in zip(heard, expected):  # many rows tell more than one, but share the machine's and the hour's texts
             self.weight[k] = self.weight[k] * (1 - MEMORY) ** (self.turn - self.heard[k]) + rows ** 0.5
             self.heard[k] = self.turn
-            self.mass[k] = [m + (x / rows - m) * rows ** 0.5 / self.weight[k] for m, x in zip(self.mass[k], now)]
-            self.then[k] += (self.confidence - self.then[k]) * rows ** 0.5 / self.weight[k]
+            part = rows ** 0.5 / self.weight[k]
+            self.mass[k] = [m + (x / rows - m) * part for m, x in zip(self.mass[k], now)]  # (never below 0: part is at most 1)
+            self.then[k] += (self.confidence - self.then[k]) * part
             self.usual[k] = [u + (x / rows - u) * USUAL for u, x in zip(self.usual[k], now)]
+            self.usually[k] += (self.confidence - self.usually[k]) * USUAL
         told = expected[heard.index(self.row(i))]
         for d in [d for d in range(self.depths) if told[d] > 0]:  # forgets as much as it hears: a depth that rounds do not reach keeps its ratio
             keep = (1 - CALIBRATION) ** told[d]
@@ -325,7 +333,7 @@ class Pilot:
         self.numbers = {(c.mode, c.budget): i for i, c in enumerate(candidates)}
         self.calls, self.span, self.followed, self.rows = {}, 0, 0.0, {}
         self.plain = []  # seconds of rounds of plain decode, short as they are: learnt from together, to spare the host's time
-        self.ar = [candidates[0]] + [candidates[0]._replace(ladder=())] * (SURE - 1)  # the first tells how sure the target is
+        self.ar = [candidates[0]._replace(ladder=())] * (SURE - 1) + [candidates[0]]  # the last tells how sure the target is
         self.idle = False  # whether the last round was one, and its seconds need no correction
         self.slots, self.more = 0, True
 
@@ -358,7 +366,7 @@ class Pilot:
     def hear(self, state) -> None:
         plan, D, seconds = state.plan, self.auto.depths, state.seconds
         i = 0 if plan.mode == "ar" else self.numbers[plan.mode, plan.budget]
-        told = state.packed[self.slots + 1:]  # nothing after a quiet round
+        told = state.packed[self.slots + 1:]  # nothing after a quiet round, and after plain decode
         if plan.ladder:
             self.feel(state)
         if self.followed or told:

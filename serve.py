@@ -241,7 +241,7 @@ def serve(decoder: Decoder, requests: Iterable[Request], plan: Plan, choose: Opt
             here = {s: (rows[s].number, rows[s].limit - rows[s].total) for s in decoding}
             turn = agree(choose(state._replace(rows=here, more=more, span=span)), shared)._replace(sampled=plan.sampled, filtered=plan.filtered)
         if decoder.draft is not None and min(rows[s].total for s in decoding) >= decoder.draft.config.max_positions:
-            turn = turn._replace(mode="ar")  # all of them are past what the drafter can see
+            turn = turn._replace(mode="ar", ladder=())  # all of them are past what the drafter can see
         began = time.perf_counter()
         packed = decoder.step(turn, span)
         state = state._replace(plan=turn, packed=packed, seconds=time.perf_counter() - began)

@@ -121,7 +121,8 @@ class Plan(NamedTuple):
     spine: bool = False      # see build_tree
     sampled: bool = False    # some row has a temperature
     filtered: bool = False   # some row has top-k or top-p
-    ladder: tuple = ()       # widths to report on: a ddtree round builds the widest tree and verifies its first `budget` drafts; empty: no report
+    ladder: tuple = ()       # widths to report on: a ddtree round builds the widest tree and verifies its first `budget` drafts; empty: no
+                             # report. Plain decode reports the target's confidence alone
     candidates: int = CANDIDATES  # tokens of a depth that a Markov head scores: see ddtree.grow
 
     @property
@@ -302,7 +303,7 @@ class Decoder(nn.Module):
     def round(self, plan: Plan, span: int, mark: Callable = lambda stage: None) -> Tensor:
         """One round for all rows. span: cache slots to attend, at least every length. Returns (B, P + 1): how many tokens
         a row emitted, then the tokens. With a ladder, the row of `confidence` follows, and where it drafts those of `expected` and of
-        `reached`; all are then D + 2 wide. `mark` is called after each stage, for those who time them."""
+        `reached`; all are then D + 2 wide (of plain decode 2). `mark` is called after each stage, for those who time them."""
         marginals, conditional = self.propose(plan, span)
         mark("propose")
         tree, score = self.build(marginals, conditional, plan)

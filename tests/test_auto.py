@@ -285,11 +285,11 @@ def test_plain_decode_tells_how_sure_the_target_is_every_few_rounds(monkeypatch)
     loud = [(n + 1, rows) for n, (mode, loud, rows) in enumerate(modes) if loud]
     plain = [loud for mode, loud, _ in modes if mode == "ar"]
     assert [(n, rows) for n, rows, _ in felt] == loud and all(0 < confidence <= 1 for *_, confidence in felt)
-    assert 100 < len(plain) and sum(plain) < len(plain) / 3 and not any(not any(plain[n:n + auto.SURE]) for n in range(len(plain) - auto.SURE + 1))
+    assert 100 < len(plain) and len(plain) / (2 * auto.SURE) < sum(plain) <= len(plain) / auto.SURE
     assert {rows for _, rows in loud} == {1, 2, 3}
     texts = generate.generate(target, None, [r.tokens for r in requests], "ar", max_new_tokens=150)
     p = [target.score(torch.tensor([r.tokens + text.tokens]))[0][0, len(r.tokens):].softmax(-1).amax(-1) for r, text in zip(requests, texts)]
-    assert felt[0][1:] == (3, pytest.approx(sum(x[0].item() for x in p) / 3, abs=1e-4))
+    assert modes[0][:2] == ("ddtree", True) and felt[0] == (1, 3, pytest.approx(sum(x[0].item() for x in p) / 3, abs=1e-4))
     alone = [confidence for _, rows, confidence in felt if rows == 1]
     assert all(torch.isclose(p[2], torch.tensor(confidence, dtype=p[2].dtype), rtol=0, atol=1e-4).any() for confidence in alone)
 
@@ -364,10 +364,12 @@ class World:
         return tokens / seconds
 
 
+@pytest.mark.parametrize("sure", [None, 0.45, 0.9])
 @pytest.mark.parametrize("trust", [0.85, 1.0, 1.1])
 @pytest.mark.parametrize("name, q, rows", [(name, q, rows) for (name, q), rows in zip(itertools.product(WORLDS, (0.1, 0.5, 0.8)), itertools.cycle((1, 16)))])
-def test_nearly_the_best_fixed_mode_and_never_much_below_plain_decode(name, q, rows, trust):
+def test_nearly_the_best_fixed_mode_and_never_much_below_plain_decode(name, q, rows, trust, sure):
     world = World(WORLDS[name], workload(q), rows, trust=trust)
+    world.sure = sure
     got = world.run(1000)
     assert got >= (0.95 if trust == 1 else 0.94) * world.best()  # while a miscalibrated drafter is corrected
     assert got >= 0.97 * world.rate(0)
@@ -384,11 +386,11 @@ def test_another_workload_is_met_within_50_rounds(name, before, after, rows, tol
     world.run(400)
     world.odds, world.sure = workload(after), 0.3 + 0.5 * after if told else None
     world.run(50)
-    assert world.run(60) >= 0.9 * world.best()
+    assert world.run(60) >= 0.9 * world.best()  # (20 rounds hold a probe or two: that says less)
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("name", ["a CPU, 16 rows", "experts", "linear"])
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize("name", ["a CPU, 16 rows", "linear"])
 def test_a_target_that_gets_surer_brings_drafts_back_without_a_probe(name, rows, monkeypatch):
     """Within 50 rounds, though nothing may be lost to probes and nothing is usual; where it is as sure as before, nobody would know."""
     monkeypatch.setattr(auto, "RETURN", 0.0)
@@ -412,7 +414,7 @@ def test_what_was_a_power_of_the_targets_confidence_stays_one():
     for now in (0.5, 0.25, 0.7, 0.0, 1.0):
         sure.felt = 0.0
         sure.feel(1, now)  # the first counts for all
-        power = math.log(min(max(now, 0.02), 0.98)) / math.log(0.5)
+        power = min(max(math.log(min(max(now, 0.02), 0.98)) / math.log(0.5), 1 / auto.POWER), auto.POWER)
         assert [sure.odds(i) for i in range(1, 8)] == [pytest.approx([p ** power for p in odds]) for odds in before]
     heard = [[x * 0.5 for x in row] for row in workload(0.5)]
     sure.weight = [1e-9] * len(heard)  # all that was heard is forgotten
@@ -425,6 +427,34 @@ def test_what_was_a_power_of_the_targets_confidence_stays_one():
     assert drafting.current and before == (drafting.current, [drafting.odds(i) for i in range(1, 8)])  # it hears of drafts themselves
     spoilt = {**sure.habits(), "then": [1.0] * len(heard), "confidence": [0.0]}
     assert all(0 <= p <= 1 for i in range(1, 8) for p in Auto(candidates_for(D, WIDTHS), {1: WORLDS["a CPU"]}, D, spoilt).odds(i))
+
+
+def test_while_the_expectation_returns_to_the_usual_so_does_the_confidence_behind_it():
+    sure = settled(0.5, ar=0.1)
+    sure.mass, sure.then, sure.turn = [[x / 4 for x in row] for row in sure.usual], [0.2] * len(sure.mass), 10000
+    assert sure.confidence == 0.5 == sure.usually[3] and sure.odds(5) == pytest.approx(settled(0.5, ar=0.1).odds(5))
+
+
+def test_a_first_guess_belongs_to_the_confidence_that_is_first_told():
+    first = Auto(candidates_for(D, WIDTHS), {16: WORLDS["linear"]}, D)
+    assert first.current == 0
+    before = [first.odds(i) for i in first.possible]
+    first.feel(16, 0.9)
+    assert first.confidence == pytest.approx(0.9) and [first.odds(i) for i in first.possible] == before
+    first.feel(16, 0.95)
+    assert first.odds(2)[0] > before[first.possible.index(2)][0]
+
+
+def test_a_mean_that_was_not_heard_for_long_does_not_fall_below_nothing():
+    controller = Auto(candidates_for(D, WIDTHS), {16: WORLDS["a CPU, 16 rows"]}, D)
+    for rows in range(1, 17):
+        controller.learn(0, {}, rounds=3000)
+        controller.learn(4, dict.fromkeys(range(rows), 1), [rows] * D, [[rows * 0.3] * D] * (len(WIDTHS) + 1))
+        controller.learn(0, {}, rounds=3000)
+        controller.learn(4, dict.fromkeys(range(rows), 0), [0] * D, [[0.0] * D] * (len(WIDTHS) + 1))
+        assert all(0 <= m < 1e-9 for row in controller.mass for m in row)
+        controller.feel(rows, 0.3)
+        controller.choose()
 
 
 def test_confidence_is_a_running_mean_in_which_many_rows_count_more():
