@@ -294,6 +294,17 @@ def test_plain_decode_tells_how_sure_the_target_is_every_few_rounds(monkeypatch)
     assert all(torch.isclose(p[2], torch.tensor(confidence, dtype=p[2].dtype), rtol=0, atol=1e-4).any() for confidence in alone)
 
 
+def test_a_round_that_cannot_draft_reports_nothing(monkeypatch):
+    """Past what the drafter can see, whatever is asked for."""
+    target, ran, ordinary = tiny.golden("kimi_k2"), [], Decoder.run
+    monkeypatch.setattr(Decoder, "run", lambda self, plan, span: ran.append((plan.mode, plan.ladder)) or ordinary(self, plan, span))
+    asked = [Request(p, 12) for p in tiny.prompts(256, 38, 36)]
+    decoder, plan, _ = serve.open_batch(target, tiny.drafter(target, max_position_embeddings=40), asked, 2, "ddtree", 4, False, False)
+    decoder.prepare(Plan("ddtree", 4, ladder=(1, 4)))
+    list(serve.serve(decoder, asked, plan, lambda state: Plan("ddtree", 4, ladder=(1, 4))))
+    assert set(ran) == {("ddtree", (1, 4)), ("ar", ())}
+
+
 def test_that_nobody_waits_any_more_is_heard_at_once(monkeypatch):
     """While plain decode runs; and a Pilot that serves again hears of no round before the first."""
     clocked(monkeypatch)
