@@ -68,15 +68,14 @@ def test_the_markov_head_helps(pair, plain_draft, prompts):
 
 
 COSTS = {  # rows -> milliseconds of a round of plain decode, a chain, trees of 1, 4, 8, 16, 32 and 64, on one core
-    1: [5.8, 15.1, 13.3, 15.1, 16.1, 18.6, 22.3, 28.7], 4: [8.9, 22.4, 18.4, 21.2, 24.1, 29.3, 40.9, 66.4],
-    16: [14.7, 52.1, 35.9, 45.0, 56.5, 80.5, 129.3, 236.0]}
+    1: [5.8, 15.1, 13.3, 15.1, 16.1, 18.6, 22.3, 28.7], 4: [8.9, 22.4, 18.4, 21.2, 24.1, 29.3, 40.9, 66.4]}
 
 
-@pytest.mark.parametrize("rows, runs", [(1, 5), (4, 2), (16, 1)])
+@pytest.mark.parametrize("rows, runs", [(1, 5), (4, 3)])
 @pytest.mark.parametrize("easier", [True, False])
 def test_another_workload_is_met_within_50_rounds(pair, rows, runs, easier, monkeypatch):
     """Requests that sample at temperature 1.2, where drafts lose, and then greedy ones, where they win; and the other way round. The rounds
-    until nine in ten are of the better kind, by a clock that is not disturbed."""
+    until nine in ten are of the better kind, by a clock that is not disturbed. (Of sixteen rows neither is much better.)"""
     clock, step, numbers = [0.0], Decoder.step, {("ar", 0): 0, ("dflash", 7): 1, **{("ddtree", n): k for k, n in enumerate(auto.WIDTHS, 2)}}
     def cost(plan, rows):
         return auto.between(COSTS, rows)[numbers[plan.mode, plan.budget]] * 1e-3
@@ -102,7 +101,7 @@ def test_another_workload_is_met_within_50_rounds(pair, rows, runs, easier, monk
             return plan
         list(serve.serve(decoder, asked, plan, choose))
         before, after = [good for good, later in modes if not later], [good for good, later in modes if later]
-        assert sum(before[-40:]) <= 30  # (of sixteen rows drafts win little)
+        assert sum(before[-40:]) <= 15
         took.append(next((n for n in range(len(after) - 9) if sum(after[n:n + 10]) >= 9), len(after)))
     assert statistics.median_low(took) <= 50, took
 
