@@ -136,8 +136,8 @@ def served(case: dict) -> dict:
         if e.number == 1 and len(results[1].tokens) > 5 and rank == 0:
             requests[1].cancelled = True  # rank 0 alone hears of it
     decoder, plan, _ = serve.open_batch(target, draft, requests[:2], 2, "ddtree", 12, False, False)
-    serve.prefill(decoder, [r.tokens for r in requests[:2]], plan)
     decoder.limit.fill_(decoder.slots)
+    serve.prefill(decoder, [r.tokens for r in requests[:2]], plan)
     sure = [decoder.step(Plan("ar", 0, ladder=(12,)), decoder.slots)[2][0] for _ in range(4)]
     return {"tokens": [r.tokens for r in results], "finish": [r.finish for r in results], "sure": sure}
 
